@@ -1,7 +1,8 @@
 """Make a tiny random target and chats for it, in code and in a second.
 
-Every part's tests start here: the folder is an ordinary Hugging Face model folder (config, generation config, safetensors
-weights, tokenizer with a chat template), so nothing downstream knows that the target is a toy. Same arguments, same bytes.
+Every part's tests start here: the folder is an ordinary Hugging Face model folder (config, generation config,
+safetensors weights, tokenizer with a chat template), so nothing downstream knows that the target is a toy. Same
+arguments, same bytes.
 """
 
 import json
@@ -23,7 +24,9 @@ CHATML = """\
 CHATML_GENERATION = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}
-{{ '<|im_start|>assistant\\n' }}{%- generation -%}{{ message['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\\n' }}
+{{ '<|im_start|>assistant\\n' }}
+{%- generation -%}{{ message['content'] + '<|im_end|>' }}{%- endgeneration -%}
+{{ '\\n' }}
 {%- else -%}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
 {%- endif -%}
@@ -43,11 +46,15 @@ CHATML_THINKING = """\
 
 TEMPLATES = {"chatml": CHATML, "generation": CHATML_GENERATION, "thinking": CHATML_THINKING}
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_MERGES = "th he in er an re on at en nd st or te es is it ar ou ing the and ion Ġt Ġa Ġs Ġw Ġthe Ġan Ġand".split()
+_MERGES = (
+    *("th", "he", "in", "er", "an", "re", "on", "at", "en", "nd", "st", "or", "te", "es", "is", "it", "ar", "ou"),
+    *("ing", "the", "and", "ion", "\u0120t", "\u0120a", "\u0120s", "\u0120w", "\u0120the", "\u0120an", "\u0120and"),
+)
 _WORDS = (
-    "the falcon sees a small red stone and then it flies over the river to rest in an old tree while rain is falling on "
-    "green hills near our town where people read write and think about light water fire wind snow"
-).split()
+    *("the", "falcon", "sees", "a", "small", "red", "stone", "and", "then", "it", "flies", "over", "river", "to"),
+    *("rest", "in", "an", "old", "tree", "while", "rain", "is", "falling", "on", "green", "hills", "near", "our"),
+    *("town", "where", "people", "read", "write", "think", "about", "light", "water", "fire", "wind", "snow"),
+)
 
 
 def make_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
@@ -130,7 +137,7 @@ def make_tiny_target(
 
 @torch.no_grad()
 def _randomise(model: LlamaForCausalLM, seed: int) -> None:
-    """Draw every weight from one generator, in name order, so that the module order of a library release is no input."""
+    """Draw every weight from one generator, in name order: the module order of a library release is no input."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         if parameter.ndim == 1:
@@ -141,7 +148,7 @@ def _randomise(model: LlamaForCausalLM, seed: int) -> None:
 
 
 def make_chats(path: str | Path, n: int = 20, seed: int = 0, *, max_words: int = 24) -> Path:
-    """Write `n` chats as JSONL, `{"id", "messages"}` a line, one to three turns, some with a system turn; return the path."""
+    """Write `n` chats as JSONL, `{"id", "messages"}` a line, one to three turns, some with a system turn."""
     draw = random.Random(seed)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
