@@ -16,7 +16,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from copy import copy
+from functools import partial
 from importlib import metadata
+from operator import getitem
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -197,39 +200,43 @@ def parse_flags(cls: type[Any], words: Sequence[str], *, prog: str, file: Path |
 
     from eyas import configuration
 
-    surface = _with_positionals(cls, tyro.conf.Positional)
-    defaults: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if file is not None:
         table = configuration.read_table(file)
-        defaults["default"] = configuration.overlay(surface, table, str(file), missing=tyro.MISSING)
-    parsed = tyro.cli(surface, prog=prog, description=_description(cls), args=list(words), **defaults)
-    return cls(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(cls) if field.init})
+        laid = configuration.overlay(cls, table, str(file), missing=tyro.MISSING)
+        values = {name: getattr(laid, name) for name in table}
+    surface = _surface(cls, values, tyro.conf.Positional)
+    parsed = tyro.cli(surface, prog=prog, description=_description(cls), args=list(words))
+    given = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(cls) if field.init}
+    for field in dataclasses.fields(cls):
+        if given[field.name] == () and field.default is field.default_factory is dataclasses.MISSING:
+            # The parser takes "none given" for an empty tuple.
+            raise ConfigError(f"no value for {field.name.replace('_', '-')}; see {prog} --help")
+    return cls(**given)
 
 
 def _description(cls: type[Any]) -> str:
     return f"{(cls.__doc__ or '').strip()}\n\nAlso: --config FILE.toml, -v/--verbose, -q/--quiet (see eyas --help)."
 
 
-def _with_positionals(cls: type[Any], marker: Any) -> type[Any]:
-    """A subclass for the flag parser alone, whose positional fields carry the parser's marker.
+def _surface(cls: type[Any], values: dict[str, Any], positional: Any) -> type[Any]:
+    """A subclass for the flag parser alone: `values` are its defaults, its positional fields carry the parser's marker.
 
     It keeps configs free of the parser, and it runs no checks, so that the config's own messages reach the user as they
-    are. Its values go into the real class at once.
+    are. What the parser makes of it goes into the real class at once.
     """
     hints = get_type_hints(cls)
-    fields = [
-        (
-            field.name,
-            Annotated[hints[field.name], marker],
-            dataclasses.field(default=field.default, default_factory=field.default_factory),
-        )
-        for field in dataclasses.fields(cls)
-        if field.name in getattr(cls, "POSITIONAL", ())
-    ]
-    unchecked = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__post_init__": lambda self: None}
-    return dataclasses.make_dataclass(
-        cls.__name__, fields, bases=(cls,), namespace=unchecked, frozen=True, kw_only=True
-    )
+    words = getattr(cls, "POSITIONAL", ())
+    fields: list[tuple[str, Any, Any]] = []
+    for field in dataclasses.fields(cls):
+        hint = Annotated[hints[field.name], positional] if field.name in words else hints[field.name]
+        if field.name in values:
+            # As a factory: dataclasses refuse unhashable defaults, and this value is never shared.
+            fields.append((field.name, hint, dataclasses.field(default_factory=partial(getitem, values, field.name))))
+        elif field.name in words:
+            fields.append((field.name, hint, copy(field)))
+    members = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__post_init__": lambda self: None}
+    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=members, frozen=True, kw_only=True)
 
 
 if __name__ == "__main__":
