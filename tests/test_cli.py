@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
@@ -327,9 +326,3 @@ def test_no_config_field_hides_a_common_flag():
     for verb in cli.VERBS.values():
         fields = set(cli._load(verb.config, "x", verb).__dataclass_fields__)
         assert not fields & taken, verb.config
-
-
-def test_every_path_that_a_verb_takes_is_a_path():
-    for verb in cli.VERBS.values():
-        fields = cli._load(verb.config, "x", verb).__dataclass_fields__
-        assert fields["out"].type is Path if "out" in fields else True
