@@ -62,7 +62,7 @@ class FieldSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     width: int | None
     """Values a row; None for a field with one scalar a row, whose array has one axis."""
     rows: Literal["token", "kept"]
-    codec: dict[str, Any] = {"id": "raw"}
+    codec: dict[str, Any] = msgspec.field(default_factory=lambda: {"id": "raw"})
     """numcodecs-style configuration; `{"id": "raw"}` is plain little-endian bits."""
 
     @property

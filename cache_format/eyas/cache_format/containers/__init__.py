@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from eyas.cache_format.containers.arrow_container import ArrowSink, ArrowSource
-from eyas.cache_format.containers.base import ArrayLayout, ChunkSink, ChunkSource, TornArrayError
+from eyas.cache_format.containers.base import ArrayLayout, ChunkSink, ChunkSource, TornArrayError, plan_chunks
 from eyas.cache_format.containers.zarr_container import ZarrSink, ZarrSource, write_zarr_group
 from eyas.cache_format.schema import FieldSpec
 
@@ -15,6 +15,7 @@ __all__ = [
     "ChunkSource",
     "TornArrayError",
     "ZarrContainer",
+    "plan_chunks",
 ]
 
 
@@ -30,18 +31,18 @@ class ZarrContainer:
         write_zarr_group(attempt)
 
     @staticmethod
-    def sink(attempt: Path, spec: FieldSpec, chunk_rows: int) -> ZarrSink:
+    def sink(attempt: Path, spec: FieldSpec, chunks_per_file: int) -> ZarrSink:
         """Open the array of a field for writing."""
         parts = spec.name.split("/")
         for depth in range(1, len(parts)):
             write_zarr_group(attempt.joinpath(*parts[:depth]))
         num_axes = 1 if spec.width is None else 2
-        return ZarrSink(attempt / spec.name, num_axes=num_axes, encoded_chunk_bytes=chunk_rows * spec.row_bytes)
+        return ZarrSink(attempt / spec.name, num_axes=num_axes, chunks_per_file=chunks_per_file)
 
     @staticmethod
     def source(attempt: Path, spec: FieldSpec, layout: ArrayLayout) -> ZarrSource:
         """Open the array of a field for reading."""
-        return ZarrSource(attempt / spec.name, layout, encoded_chunk_bytes=layout.chunk_rows * spec.row_bytes)
+        return ZarrSource(attempt / spec.name, layout)
 
 
 class ArrowContainer:
@@ -54,7 +55,7 @@ class ArrowContainer:
         """Nothing to prepare: an attempt is a plain folder."""
 
     @staticmethod
-    def sink(attempt: Path, spec: FieldSpec, chunk_rows: int) -> ArrowSink:
+    def sink(attempt: Path, spec: FieldSpec, chunks_per_file: int) -> ArrowSink:
         """Open the array of a field for writing."""
         return ArrowSink(attempt / f"{spec.name}.arrow", dtype=spec.dtype, width=spec.width)
 

@@ -9,7 +9,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-__all__ = ["ArrayLayout", "ChunkSink", "ChunkSource", "TornArrayError"]
+__all__ = ["MAX_FILE_BYTES", "ArrayLayout", "ChunkSink", "ChunkSource", "TornArrayError", "plan_chunks"]
+
+MAX_FILE_BYTES = 128 << 20
+"""Upper bound of one shard file: small enough to upload in one piece."""
 
 
 class TornArrayError(Exception):
@@ -24,6 +27,8 @@ class ArrayLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     codec: dict[str, Any]
     chunk_rows: int
+    chunks_per_file: int
+    """Chunks of one Zarr shard file; an Arrow array is one file."""
 
     @property
     def num_rows(self) -> int:
@@ -36,6 +41,17 @@ class ArrayLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return -(-self.num_rows // self.chunk_rows)
 
 
+def plan_chunks(num_rows: int, row_bytes: int, chunk_bytes: int) -> tuple[int, int]:
+    """Return (chunk_rows, chunks_per_file) for an array: even chunks of at most `chunk_bytes`, at least one row.
+
+    Even chunks keep the padding of the last one below one row a chunk.
+    """
+    most_rows = max(1, chunk_bytes // row_bytes)
+    num_chunks = max(1, -(-num_rows // most_rows))
+    chunk_rows = max(1, -(-num_rows // num_chunks))
+    return chunk_rows, max(1, min(num_chunks, MAX_FILE_BYTES // (chunk_rows * row_bytes)))
+
+
 class ChunkSink(Protocol):
     """Writes one array, chunk after chunk."""
 
@@ -45,6 +61,10 @@ class ChunkSink(Protocol):
 
     def finish(self, layout: ArrayLayout) -> None:
         """Write the metadata and make every byte durable."""
+        ...
+
+    def close(self) -> None:
+        """Release what an abandoned attempt holds open; the written bytes are deleted by the caller."""
         ...
 
 

@@ -22,19 +22,11 @@ from eyas.cache_format.layout import sync_folder, translate_disk_full
 
 __all__ = ["ZarrSink", "ZarrSource", "write_zarr_group"]
 
-SHARD_BYTES = 128 << 20
-"""Upper bound of one shard file: small enough to buffer and to upload in one piece."""
-
 _ABSENT = np.uint64(2**64 - 1)
 _ZARR_DTYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32", "uint32": "uint32"}
 
 
-def chunks_per_file(encoded_chunk_bytes: int) -> int:
-    """Return how many chunks of at most this size go into one shard file."""
-    return max(1, SHARD_BYTES // max(1, encoded_chunk_bytes))
-
-
-def _metadata(layout: ArrayLayout, per_file: int) -> dict[str, Any]:
+def _metadata(layout: ArrayLayout) -> dict[str, Any]:
     inner = [layout.chunk_rows, *layout.shape[1:]]
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     sharding = {
@@ -50,7 +42,7 @@ def _metadata(layout: ArrayLayout, per_file: int) -> dict[str, Any]:
         "data_type": _ZARR_DTYPES[layout.dtype],
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": [layout.chunk_rows * per_file, *layout.shape[1:]]},
+            "configuration": {"chunk_shape": [layout.chunk_rows * layout.chunks_per_file, *layout.shape[1:]]},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": 0,
@@ -80,10 +72,10 @@ def _shard_path(folder: Path, number: int, num_axes: int) -> Path:
 class ZarrSink:
     """Writes one array; a shard file is written front to back, once."""
 
-    def __init__(self, folder: Path, *, num_axes: int, encoded_chunk_bytes: int) -> None:
+    def __init__(self, folder: Path, *, num_axes: int, chunks_per_file: int) -> None:
         self._folder = folder
         self._num_axes = num_axes
-        self._per_file = chunks_per_file(encoded_chunk_bytes)
+        self._per_file = chunks_per_file
         self._lengths: list[int] = []
         self._number = 0
         self._file: Any = None
@@ -119,7 +111,7 @@ class ZarrSink:
     def finish(self, layout: ArrayLayout) -> None:
         """Close the last shard file and write zarr.json."""
         self._close_file()
-        _write_json(self._folder / "zarr.json", _metadata(layout, self._per_file))
+        _write_json(self._folder / "zarr.json", _metadata(layout))
 
     def close(self) -> None:
         """Release the open file of an abandoned attempt."""
@@ -131,22 +123,21 @@ class ZarrSink:
 class ZarrSource:
     """Reads one array through memory maps of its shard files."""
 
-    def __init__(self, folder: Path, layout: ArrayLayout, *, encoded_chunk_bytes: int) -> None:
+    def __init__(self, folder: Path, layout: ArrayLayout) -> None:
         self._folder = folder
         self._layout = layout
-        self._per_file = chunks_per_file(encoded_chunk_bytes)
 
     def chunks(self) -> Sequence[memoryview]:
         """Return a view of every encoded chunk."""
         views: list[memoryview] = []
-        total = self._layout.num_chunks
-        for number in range(-(-total // self._per_file)):
-            expected = min(self._per_file, total - number * self._per_file)
+        total, per_file = self._layout.num_chunks, self._layout.chunks_per_file
+        for number in range(-(-total // per_file)):
+            expected = min(per_file, total - number * per_file)
             views += self._file_chunks(_shard_path(self._folder, number, len(self._layout.shape)), expected)
         return views
 
     def _file_chunks(self, path: Path, expected: int) -> list[memoryview]:
-        index_bytes = 16 * self._per_file
+        index_bytes = 16 * self._layout.chunks_per_file
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
