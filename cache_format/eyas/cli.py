@@ -1,6 +1,6 @@
 """The front door: `eyas VERB`, its flags, its exit codes.
 
-The only module that prints, parses flags, sets up logging or turns a signal into an exit code, and the only one that
+The only module that prints, sets up logging or turns a signal into an exit code, and the only one that
 knows every part. It knows them as strings, imported on use: `eyas --help` loads no part at all, `eyas VERB --help` the
 module of that verb's config, so that nobody waits for torch to read a flag.
 
@@ -8,7 +8,6 @@ Exit codes: 0 done, 1 failed, 2 bad flags or config, 130 interrupted, 143 termin
 """
 
 import argparse
-import dataclasses
 import difflib
 import importlib
 import logging
@@ -16,13 +15,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from copy import copy
-from functools import partial
 from importlib import metadata
-from operator import getitem
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from eyas.cache_format.errors import ConfigError, EyasError
 
@@ -149,6 +145,8 @@ def _fail(message: str, code: int) -> int:
 def _run(name: str, verb: Verb, words: list[str]) -> int:
     common, words = _common_flags().parse_known_args(words)
     _set_up_logging(common.verbose, common.quiet)
+    from eyas.flags import parse_flags  # on use: the parser and its libraries are no part of `eyas --help`
+
     config = parse_flags(_load(verb.config, name, verb), words, prog=f"eyas {name}", file=common.config)
     report = _load(verb.run, name, verb)(config)
     if report.text:
@@ -185,58 +183,6 @@ def _load(path: str, name: str, verb: Verb) -> Any:
             raise
         package = f"eyas[{verb.extra}]" if verb.extra else "eyas"
         raise EyasError(f"eyas {name} needs the library {absent!r}: pip install '{package}'") from error
-
-
-def parse_flags(cls: type[Any], words: Sequence[str], *, prog: str, file: Path | None = None) -> Any:
-    """Turn flags, laid over a TOML file when one is named, into a checked config of class `cls`.
-
-    Words without a flag bind to the fields that the class names in its `POSITIONAL`.
-
-    Raises:
-        ConfigError: from the TOML file or from the config's own checks.
-        SystemExit: 0 after `--help`, 2 after bad flags, which are explained on standard error.
-    """
-    import tyro  # on use, so that `eyas --help` does without
-
-    from eyas import configuration
-
-    values: dict[str, Any] = {}
-    if file is not None:
-        table = configuration.read_table(file)
-        laid = configuration.overlay(cls, table, str(file), missing=tyro.MISSING)
-        values = {name: getattr(laid, name) for name in table}
-    surface = _surface(cls, values, tyro.conf.Positional)
-    parsed = tyro.cli(surface, prog=prog, description=_description(cls), args=list(words))
-    given = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(cls) if field.init}
-    for field in dataclasses.fields(cls):
-        if given[field.name] == () and field.default is field.default_factory is dataclasses.MISSING:
-            # The parser takes "none given" for an empty tuple.
-            raise ConfigError(f"no value for {field.name.replace('_', '-')}; see {prog} --help")
-    return cls(**given)
-
-
-def _description(cls: type[Any]) -> str:
-    return f"{(cls.__doc__ or '').strip()}\n\nAlso: --config FILE.toml, -v/--verbose, -q/--quiet (see eyas --help)."
-
-
-def _surface(cls: type[Any], values: dict[str, Any], positional: Any) -> type[Any]:
-    """A subclass for the flag parser alone: `values` are its defaults, its positional fields carry the parser's marker.
-
-    It keeps configs free of the parser, and it runs no checks, so that the config's own messages reach the user as they
-    are. What the parser makes of it goes into the real class at once.
-    """
-    hints = get_type_hints(cls)
-    words = getattr(cls, "POSITIONAL", ())
-    fields: list[tuple[str, Any, Any]] = []
-    for field in dataclasses.fields(cls):
-        hint = Annotated[hints[field.name], positional] if field.name in words else hints[field.name]
-        if field.name in values:
-            # As a factory: dataclasses refuse unhashable defaults, and this value is never shared.
-            fields.append((field.name, hint, dataclasses.field(default_factory=partial(getitem, values, field.name))))
-        elif field.name in words:
-            fields.append((field.name, hint, copy(field)))
-    members = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__post_init__": lambda self: None}
-    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=members, frozen=True, kw_only=True)
 
 
 if __name__ == "__main__":
