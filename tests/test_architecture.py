@@ -25,18 +25,23 @@ FORBIDDEN = {
     "cache_format": {*MODELS, "tyro", "eyas.pipeline", "eyas.train", "eyas.evaluate"},
     "pipeline": {"tyro", "eyas.train", "eyas.evaluate"},
     "train": {"ray", "datasets", "tokenizers", "tyro", "transformers.models", "eyas.pipeline", "eyas.evaluate"},
-    "evaluate": {"tyro", "ray"},
+    "evaluate": {"tyro"},
 }
 
-IMPORT_ALL = """
-import importlib, importlib.abc, pkgutil, sys
+IMPORT_ALL = '''
+import importlib, importlib.abc, importlib.machinery, pkgutil, sys
 
 part, forbidden = sys.argv[1], tuple(sys.argv[2].split(","))
 
-class Wall(importlib.abc.MetaPathFinder):
+class Wall(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds what is forbidden, since libraries may ask whether each other exist, and refuses to load it."""
+
     def find_spec(self, name, path=None, target=None):
         if any(name == wall or name.startswith(wall + ".") for wall in forbidden):
-            raise ImportError(f"eyas.{part} reaches for {name}")
+            return importlib.machinery.ModuleSpec(name, self)
+
+    def exec_module(self, module):
+        raise ImportError(f"eyas.{part} reaches for {module.__name__}")
 
 sys.meta_path.insert(0, Wall())
 package = importlib.import_module(f"eyas.{part}")
@@ -45,7 +50,7 @@ for name in names:
     if not name.endswith("__main__"):
         importlib.import_module(name)
 print(len(names))
-"""
+'''
 
 
 def git_files() -> list[str]:
