@@ -1,4 +1,4 @@
-"""What can go wrong for a user of the trainer; each message says what, where, expected and found, and what to do next."""
+"""What can go wrong for a user of the trainer: a message says what, where, expected and found, what to do next."""
 
 from eyas.cache_format.errors import EyasError
 

@@ -24,7 +24,7 @@ WINDOW_PACKS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochOrder:
-    """One epoch: pack p holds plan rows `rows[offsets[p]:offsets[p + 1]]`, absent rows included but never handed out."""
+    """One epoch: pack p holds plan rows `rows[offsets[p]:offsets[p + 1]]`; absent ones are never handed out."""
 
     rows: np.ndarray
     """int64 [n]: every training row of the plan, once."""

@@ -1,0 +1,1 @@
+"""Train speculative-decoding drafts from a store: the draft is resident, the target is not."""
