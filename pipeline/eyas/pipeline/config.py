@@ -88,8 +88,6 @@ class PrecomputeConfig:
     """Seconds without any captured batch after which the run stops and names the pending shards."""
     ray_address: str | None = None
     """Ray cluster to join. Default: a local Ray of this run; an inherited RAY_ADDRESS is ignored."""
-    take_over: bool = False
-    """Take the store's lock from a run that is known to be dead."""
     dry_run: bool = False
     """Plan and print the estimate; load no weights and write nothing."""
     progress_interval: float = 15.0
@@ -98,7 +96,9 @@ class PrecomputeConfig:
     def __post_init__(self) -> None:
         _require(len(self.chats) > 0, "chats: name at least one file or dataset")
         _require(self.max_length >= 2, f"max_length must be at least 2, found {self.max_length}")
-        _require(0.0 <= self.heldout_fraction < 1.0, f"heldout_fraction must be in [0, 1), found {self.heldout_fraction}")
+        _require(
+            0.0 <= self.heldout_fraction < 1.0, f"heldout_fraction must be in [0, 1), found {self.heldout_fraction}"
+        )
         _require(0.0 <= self.max_quarantine <= 1.0, f"max_quarantine must be in [0, 1], found {self.max_quarantine}")
         _require(self.draft_vocab_size is None or self.draft_vocab_size >= 1, "draft_vocab_size must be at least 1")
         _require(len(self.supervision) > 0, "supervision must name some of hidden, topk, probs")

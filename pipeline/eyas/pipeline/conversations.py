@@ -8,9 +8,9 @@ neither a byte order mark, nor U+2028, nor one broken line touches its neighbour
 import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import xxhash
 
@@ -52,8 +52,6 @@ class Conversation:
     """The row's own id, or the hash of its messages."""
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
-    notes: tuple[str, ...] = field(default=())
-    """What was noticed about a row that is kept, by the names used in the books."""
 
     @property
     def where(self) -> str:
@@ -90,9 +88,8 @@ def read_conversations(sources: tuple[str, ...], *, split: str = "train") -> Ite
     files = [entry for source in sources for entry in source_files(source)]
     names = _short_names([name for name, _ in files])
     for (_, path), name in zip(files, names, strict=True):
-        reader = _DATASET_READER if path is None or path.is_dir() else _reader_for(path)
-        for row_number, row in reader(path if path is not None else name, split):
-            yield row if isinstance(row, Dropped) else _outcome(name, row_number, row)
+        for row_number, row in _rows(path if path is not None else name, split):
+            yield parse_row(name, row_number, row)
 
 
 def source_files(source: str) -> list[tuple[str, Path | None]]:
@@ -123,25 +120,28 @@ def _short_names(names: list[str]) -> list[str]:
     return names
 
 
-def _reader_for(path: Path) -> Any:
-    return _parquet_rows if path.suffix == ".parquet" else _jsonl_rows
+def _rows(source: Path | str, split: str) -> Iterator[tuple[int, Any]]:
+    """Yield (row number, decoded row or the reason it has none) of one source; a string is a hub id."""
+    if isinstance(source, str) or source.is_dir():
+        return _dataset_rows(source, split)
+    return _parquet_rows(source) if source.suffix == ".parquet" else _jsonl_rows(source)
 
 
-def _jsonl_rows(path: Path, _split: str) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as raw:
-        is_gzip = raw.read(2) == _GZIP  # by content: gzip files named .jsonl are common
-        raw.seek(0)
-        lines: IO[bytes] = gzip.open(raw) if is_gzip else raw  # type: ignore[assignment]
-        try:
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as head:
+        is_gzip = head.read(2) == _GZIP  # by content: gzip files named .jsonl are common
+    number = -1
+    try:
+        with gzip.open(path, "rb") if is_gzip else path.open("rb") as lines:
             for number, line in enumerate(lines):
                 line = line.removeprefix(_BOM) if number == 0 else line
                 if line.strip():
-                    yield number, _decode_line(path, number, line)
-        except (OSError, EOFError) as error:
-            raise DataError(f"{path} cannot be read past line {number + 1} ({error}); repair the file") from error
+                    yield number, _decode_line(line)
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read past line {number + 1} ({error}); repair the file") from error
 
 
-def _decode_line(path: Path, number: int, line: bytes) -> Any:
+def _decode_line(line: bytes) -> Any:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
@@ -150,7 +150,7 @@ def _decode_line(path: Path, number: int, line: bytes) -> Any:
         return _BadRow("bad_json")
 
 
-def _parquet_rows(path: Path, _split: str) -> Iterator[tuple[int, Any]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -180,9 +180,6 @@ def _dataset_rows(path: Path | str, split: str) -> Iterator[tuple[int, Any]]:
         yield number, _without_null_keys(row)
 
 
-_DATASET_READER = _dataset_rows
-
-
 def _without_null_keys(value: Any) -> Any:
     """Drop the null keys that a columnar schema adds to rows which never had them, at every depth.
 
@@ -195,29 +192,40 @@ def _without_null_keys(value: Any) -> Any:
     return value
 
 
-def _outcome(source: str, row_number: int, row: Any) -> Conversation | Dropped:
+def parse_row(source: str, row_number: int, row: Any) -> Conversation | Dropped:
+    """Return the conversation of one decoded row, or why there is none."""
     try:
-        return parse_row(source, row_number, row)
+        return _parse(source, row_number, row)
     except _BadRow as bad:
         return Dropped(source=source, source_row=row_number, reason=str(bad))
 
 
-def parse_row(source: str, row_number: int, row: Any) -> Conversation:
-    """Return the conversation of one decoded row."""
+def _parse(source: str, row_number: int, row: Any) -> Conversation:
     if isinstance(row, _BadRow):
         raise row
     if not isinstance(row, dict):
         raise _BadRow("not_an_object")
     messages = _messages(row)
     _check_encodable(messages)
-    tools = row.get("tools")
     return Conversation(
         source=source,
         source_row=row_number,
         conversation_id=_conversation_id(row, messages),
         messages=messages,
-        tools=tools if isinstance(tools, list) and tools else None,
+        tools=_tools(row),
     )
+
+
+def _tools(row: dict[str, Any]) -> list[Any] | None:
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError:
+            raise _BadRow("tools_not_json") from None
+    if tools is not None and not isinstance(tools, list):
+        raise _BadRow("tools_not_a_list")
+    return tools or None
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,80 @@
+"""What a capture process was doing when it died, told by files that outlive it.
+
+One run of the driver owns one folder, `<store>/running/<run>`: an attempt file per shard, and the stop flag. Before every
+batch the attempt file names the rows in flight. A process that dies leaves them behind, so that the next attempt runs
+these rows alone and, after three deaths on one row, gives that row up: a row that always kills its process would
+otherwise be retried forever. Deaths of other runs do not count: a killed driver says nothing about a row.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+__all__ = ["MAX_DEATHS", "AttemptJournal", "RunFolder"]
+
+MAX_DEATHS = 3
+"""Deaths of a process on one row, or on one shard before its first row, after which it is given up."""
+
+
+class RunFolder:
+    """The folder of one run of the driver."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run should end at the next shard."""
+        return (self.path / "stop").exists()
+
+    def request_stop(self) -> None:
+        """Ask every process of the run to end before its next shard."""
+        (self.path / "stop").touch()
+
+    def last_activity(self) -> float:
+        """Return when a batch was last begun, as seconds since the epoch; 0 when none was."""
+        return max((p.stat().st_mtime for p in self.path.glob("*.jsonl")), default=0.0)
+
+
+class AttemptJournal:
+    """The attempt file of one shard in one run."""
+
+    def __init__(self, folder: RunFolder, shard: int) -> None:
+        self._path = folder.path / f"{shard:06d}.jsonl"
+        self.deaths: Counter[int] = Counter()
+        """Row -> deaths of earlier attempts while the row was in flight."""
+        self.early_deaths = 0
+        """Deaths of earlier attempts before their first row."""
+        self._read()
+
+    def _read(self) -> None:
+        if not self._path.exists():
+            return
+        in_flight: list[int] | None = None  # None: no attempt is open
+        for line in [*self._path.read_text().splitlines(), '"begin"']:
+            entry = json.loads(line)
+            if entry in ("begin", "end"):
+                if in_flight is not None:
+                    self.deaths.update(in_flight)
+                    self.early_deaths += not in_flight
+                in_flight = [] if entry == "begin" else None
+            else:
+                in_flight = entry
+
+    def begin(self) -> None:
+        """Open an attempt."""
+        self._write("begin")
+
+    def rows(self, rows: list[int]) -> None:
+        """Name the rows that are in flight from now on."""
+        self._write(rows)
+
+    def end(self) -> None:
+        """Close an attempt: whatever happened, the process lived to tell."""
+        self._write([])
+        self._write("end")
+
+    def _write(self, entry: str | list[int]) -> None:
+        # Not synced: the file has to outlive the process, not the machine.
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
