@@ -87,7 +87,7 @@ class ArrayWriter:
         # Arrow keeps every buffer it was given until the batch is written, Zarr files copy at once: both are done
         # with the bytes when write_chunk returns, so the buffer is reused.
         rows = self._buffer if self._container.pads_last_chunk else self._buffer[: self._filled]
-        data = memoryview(rows).cast("B")
+        data = memoryview(rows.data).cast("B")
         self.chunk_digests.append(chunk_digest(data))
         self._stored_bytes += data.nbytes
         self._sink.write_chunk(data)

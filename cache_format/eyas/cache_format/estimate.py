@@ -65,7 +65,13 @@ def estimate(config: EstimateConfig) -> Report:
     for size in [*sizes, FieldSize("sum", sum(s.bytes_per_token for s in sizes))]:
         total = bytes_text(size.bytes_per_token * config.tokens)
         by_field.add_row(size.name, f"{size.bytes_per_token:,.0f}", total)
-    known = table(f"Well-known targets: bytes per token, and {config.tokens:,} tokens", "target", "hidden", "topk", "hidden + topk")
+    known = table(
+        f"Well-known targets: bytes per token, and {config.tokens:,} tokens",
+        "target",
+        "hidden",
+        "topk",
+        "hidden + topk",
+    )
     for name, hidden_size in TARGETS.items():
         row = []
         for supervision in (("hidden",), ("topk",), ("hidden", "topk")):

@@ -85,7 +85,9 @@ class TokenTable:
         try:
             batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
         except (OSError, pa.ArrowInvalid) as error:
-            raise CorruptStoreError(f"{path} cannot be read ({error}); restore it from a copy", field="target") from error
+            raise CorruptStoreError(
+                f"{path} cannot be read ({error}); restore it from a copy", field="target"
+            ) from error
         self._bytes = batch.column("bytes")
         self._special = batch.column("special")
 
@@ -118,7 +120,9 @@ class FrozenTarget:
         try:
             return dict(json.loads(path.read_bytes()))
         except (OSError, ValueError) as error:
-            raise CorruptStoreError(f"{path} cannot be read ({error}); restore it from a copy", field="target") from error
+            raise CorruptStoreError(
+                f"{path} cannot be read ({error}); restore it from a copy", field="target"
+            ) from error
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -151,7 +155,9 @@ class FrozenTarget:
                 for name, entry in header.items()
             }
         except (OSError, ValueError, KeyError) as error:
-            raise CorruptStoreError(f"{path} cannot be read ({error}); restore it from a copy", field="target") from error
+            raise CorruptStoreError(
+                f"{path} cannot be read ({error}); restore it from a copy", field="target"
+            ) from error
 
     def _tensor(self, name: str) -> np.ndarray:
         if name not in self._tensors:

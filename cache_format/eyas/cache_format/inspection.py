@@ -26,10 +26,7 @@ def inspect_store(config: InspectConfig) -> Report:
     reader = StoreReader(config.store, allow_incomplete=True)
     faults = _verify(config) if config.verify else []
     index = _find(reader, config.sample) if config.sample is not None else None
-    if config.json:
-        text = _json(config, reader, faults, index)
-    else:
-        text = _text(config, reader, faults, index)
+    text = _json(config, reader, faults, index) if config.json else _text(config, reader, faults, index)
     incomplete = config.verify and reader.completion is None
     return Report(text, exit_code=1 if faults or incomplete else 0)
 
@@ -38,7 +35,9 @@ def _find(reader: StoreReader, sample: str) -> int:
     try:
         return reader.plan.find(sample)
     except KeyError as error:
-        raise ConfigError(f"--sample: {error.args[0]} in {reader.root}; name more digits of its id, or its plan row") from None
+        raise ConfigError(
+            f"--sample: {error.args[0]} in {reader.root}; name more digits of its id, or its plan row"
+        ) from None
 
 
 def _verify(config: InspectConfig) -> list[Fault]:

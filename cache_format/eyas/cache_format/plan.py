@@ -52,7 +52,7 @@ class Plan:
         return int(self.table.num_rows)
 
     def _numbers(self, name: str) -> np.ndarray:
-        return self.table.column(name).to_numpy()
+        return np.asarray(self.table.column(name).to_numpy())
 
     @cached_property
     def sample_ids(self) -> np.ndarray:
@@ -89,7 +89,7 @@ class Plan:
     def heldout(self) -> np.ndarray:
         """bool [n]: whether the sample belongs to the held-out split."""
         codes = self.table.column("split").combine_chunks().indices
-        return np.asarray(codes) == _SPLITS.index("heldout")
+        return np.asarray(np.asarray(codes) == _SPLITS.index("heldout"))
 
     def text(self, name: str, index: int) -> Any:
         """Return one cell of the columns `conversation_id`, `source`, `source_row` or `split`."""

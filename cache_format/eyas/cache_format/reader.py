@@ -123,14 +123,12 @@ class StoreReader:
         return FrozenTarget(self.root)
 
     def shard_reader(self, shard: int) -> ShardReader:
-        """Return the reader of one committed shard; the least recently used ones are unmapped."""
+        """Return the reader of one shard; the least recently used ones are unmapped."""
         with self._lock:
             if shard in self._open:
                 self._open.move_to_end(shard)
                 return self._open[shard]
-            if shard not in self.receipts:
-                raise IncompleteStoreError(f"{self.root}: shard {shard:06d} is not captured yet")
-            reader = ShardReader(self.paths, self.identity, self.plan, self.receipts[shard])
+            reader = ShardReader(self.paths, self.identity, self.plan, shard, self.receipts.get(shard))
             self._open[shard] = reader
             if len(self._open) > MAX_OPEN_SHARDS:
                 self._open.popitem(last=False)
@@ -175,7 +173,7 @@ class StoreReader:
         name = aux_field(layers[0]) if field == AUX else field
         spec = next((s for s in self.identity.fields if s.name == name), None)
         if spec is None:
-            spec = self.shard_reader(next(iter(self.receipts))).spec(field)
+            spec = self.shard_reader(0).spec(field)
         if field != AUX:
             return spec
         return FieldSpec(AUX, spec.dtype, len(layers) * (spec.width or 1), spec.rows, spec.codec)

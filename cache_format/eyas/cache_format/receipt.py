@@ -5,8 +5,6 @@ its provenance. Digests are taken over the content alone.
 """
 
 from pathlib import Path
-from typing import Literal
-
 import msgspec
 
 from eyas.cache_format.containers.base import ArrayLayout
@@ -82,7 +80,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of complete.json."""
 
-    format_version: Literal[0]
+    format_version: int
     manifest: str
     plan: str
     vocab: str

@@ -1,4 +1,4 @@
-"""One sample, position by position: token, mask, role, in the draft vocabulary or not, and what the target thought next.
+"""One sample, position by position: token, mask, role, whether it can be drafted, and what the target thought next.
 
 Row t shows the distribution that the target computed AT position t, the one of token t + 1.
 """
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from eyas.cache_format.errors import IncompleteStoreError
 from eyas.cache_format.reader import StoreReader
 from eyas.cache_format.tables import render, shown, table
 
@@ -35,14 +34,13 @@ def _next_tokens(reader: StoreReader, index: int, top: int) -> dict[int, list[tu
 
 
 def sample_record(reader: StoreReader, index: int, *, top: int) -> dict[str, Any]:
-    """Return one sample as plain values.
+    """Return one sample as plain values; without next tokens where its shard is not captured yet.
 
     Args:
         index: plan row.
         top: next tokens at each kept position.
 
     Raises:
-        IncompleteStoreError: its shard is not captured yet.
         CorruptStoreError: a stored byte is wrong.
     """
     tokens = reader.target.tokens
@@ -84,10 +82,7 @@ def _token_text(text: str) -> str:
 
 def sample_lines(reader: StoreReader, index: int, *, top: int, max_tokens: int) -> str:
     """Return one sample as a table, at most `max_tokens` positions (0: all)."""
-    try:
-        record = sample_record(reader, index, top=top)
-    except IncompleteStoreError as error:
-        raise IncompleteStoreError(f"sample {index}: {error}") from error
+    record = sample_record(reader, index, top=top)
     head = (
         f"sample {record['sample_id']} (plan row {index}), {record['split']}, from {shown(str(record['source']))} "
         f"row {record['source_row']}, shard {record['shard']:06d} row {record['row']}"
@@ -108,7 +103,7 @@ def sample_lines(reader: StoreReader, index: int, *, top: int, max_tokens: int) 
 
 
 def _paragraph(text: str) -> str:
-    return "\n".join(shown(line).replace("\\[", "[") for line in text.split("\n"))
+    return "\n".join(shown(line) for line in text.split("\n"))
 
 
 def _probability(probability: float | None) -> str:

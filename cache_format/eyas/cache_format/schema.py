@@ -99,7 +99,9 @@ def store_fields(
     """Return the fields that a capture with these settings stores, in the order of SPEC.md."""
     unknown = set(supervision) - {"hidden", "topk", "probs"}
     if unknown or not supervision:
-        raise ConfigError(f"supervision must name some of hidden, topk, probs; found {', '.join(supervision) or 'none'}")
+        raise ConfigError(
+            f"supervision must name some of hidden, topk, probs; found {', '.join(supervision) or 'none'}"
+        )
     fields = [FieldSpec(aux_field(i), hidden_dtype, hidden_size, "token") for i in aux_layer_outputs]
     if "hidden" in supervision:
         fields.append(FieldSpec("last_hidden_state", hidden_dtype, hidden_size, "token"))

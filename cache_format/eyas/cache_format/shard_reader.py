@@ -1,10 +1,11 @@
-"""One committed shard, memory-mapped: rows of any field of any sample, every chunk checked at its first touch.
+"""One shard, memory-mapped: rows of any field of any sample, every chunk checked at its first touch.
 
 Thread-safe for readers: checking a chunk twice is harmless, and maps are read-only.
 """
 
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import xxhash
 from eyas.cache_format.array_writer import bits_dtype
 from eyas.cache_format.containers import CONTAINERS, TornArrayError
 from eyas.cache_format.digests import chunk_digest, content_digest
-from eyas.cache_format.errors import CorruptStoreError, MissingFieldError
+from eyas.cache_format.errors import CorruptStoreError, IncompleteStoreError, MissingFieldError
 from eyas.cache_format.layout import StorePaths
 from eyas.cache_format.manifest import Identity
 from eyas.cache_format.plan import Plan
@@ -28,7 +29,9 @@ __all__ = ["ShardReader"]
 class _Array:
     """The chunks of one field as views of bit patterns, with a mark for every checked chunk."""
 
-    def __init__(self, chunks: list[memoryview], digests: np.ndarray, record: ArrayRecord, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, chunks: list[memoryview], digests: np.ndarray, record: ArrayRecord, dtype: np.dtype[Any]
+    ) -> None:
         self.chunk_rows = record.layout.chunk_rows
         self.num_rows = record.layout.num_rows
         self.raw = chunks
@@ -39,24 +42,36 @@ class _Array:
 
 
 class ShardReader:
-    """Reads one committed shard."""
+    """Reads one shard: its samples always, its arrays once it is committed."""
 
-    def __init__(self, paths: StorePaths, identity: Identity, plan: Plan, receipt: Receipt) -> None:
-        self.shard = receipt.content.shard
-        self.receipt = receipt
+    def __init__(self, paths: StorePaths, identity: Identity, plan: Plan, shard: int, receipt: Receipt | None) -> None:
+        self.shard = shard
+        self._receipt = receipt
         self._paths = paths
         self._specs = {spec.name: spec for spec in identity.fields}
         self._container = CONTAINERS[identity.container]
-        self._attempt = paths.attempt(self.shard, receipt.attempt)
         self._plan_rows = plan.shard_slice(self.shard)
         self._plan = plan
         self._arrays: dict[str, _Array] = {}
         self._checked_samples = bytearray(self._plan_rows.stop - self._plan_rows.start)
 
+    @property
+    def receipt(self) -> Receipt:
+        """The shard's commit."""
+        if self._receipt is None:
+            raise IncompleteStoreError(
+                f"{self._paths.root}: shard {self.shard:06d} is not captured yet; run the same `eyas precompute` again"
+            )
+        return self._receipt
+
+    @property
+    def _attempt(self) -> Path:
+        return self._paths.attempt(self.shard, self.receipt.attempt)
+
     def corrupt(self, what: str, field: str) -> CorruptStoreError:
         """Return the error of a fault in this shard, with what to do about it."""
         return CorruptStoreError(
-            f"shard {self.shard:06d}, {field}: {what}; restore {self._attempt} from a copy, or delete "
+            f"shard {self.shard:06d}, {field}: {what}; restore {self._paths.shard(self.shard)} from a copy, or delete "
             f"{self._paths.receipt(self.shard)} and {self._paths.complete} and run `eyas precompute` again to capture "
             "the shard anew",
             shard=self.shard,
@@ -154,7 +169,9 @@ class ShardReader:
         array = self._array(spec)
         start, stop = self._offsets[spec.rows][row : row + 2].tolist()
         if out.shape != spec.shape(stop - start) or out.dtype != spec.numpy_dtype:
-            raise ValueError(f"{field}: out is {out.dtype} {out.shape}, rows are {spec.dtype} {spec.shape(stop - start)}")
+            raise ValueError(
+                f"{field}: out is {out.dtype} {out.shape}, rows are {spec.dtype} {spec.shape(stop - start)}"
+            )
         bits = out.view(bits_dtype(out.dtype))
         for position, rows in self._pieces(array, start, stop, field):
             bits[position : position + len(rows)] = rows

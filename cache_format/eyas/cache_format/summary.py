@@ -151,7 +151,10 @@ def _identity_table(summary: Summary) -> str:
     rows.columns[1].justify = "left"
     head = identity["logit_transform"]
     for name, value in (
-        ("target", f"{target['name']} ({target['num_layers']} layers, H {target['hidden_size']}, V {target['vocab_size']})"),
+        (
+            "target",
+            f"{target['name']} ({target['num_layers']} layers, H {target['hidden_size']}, V {target['vocab_size']})",
+        ),
         ("dtype, quantisation", f"{target['dtype']}, {target['quantization']}"),
         ("aux_layer_outputs", ", ".join(map(str, identity["aux_layer_outputs"])) + " (0-based, output of the layer)"),
         ("supervision", ", ".join(identity["supervision"])),
@@ -167,7 +170,11 @@ def _identity_table(summary: Summary) -> str:
 def _vocab_text(summary: Summary) -> str:
     if summary.draft_vocab_size is None:
         return "unreadable"
-    covers = "" if summary.draft_vocab_coverage is None else f", covers {summary.draft_vocab_coverage:.2%} of the supervised tokens"
+    covers = (
+        ""
+        if summary.draft_vocab_coverage is None
+        else f", covers {summary.draft_vocab_coverage:.2%} of the supervised tokens"
+    )
     return f"{summary.draft_vocab_size} of {summary.identity['target']['vocab_size']}{covers}"
 
 

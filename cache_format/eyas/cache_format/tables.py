@@ -2,7 +2,6 @@
 
 from rich.box import ASCII2
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 __all__ = ["bytes_text", "render", "shown", "table"]
@@ -27,13 +26,12 @@ def table(title: str, *columns: str) -> Table:
 
 def render(made: Table, width: int = 120) -> str:
     """Return the table as plain text."""
-    console = Console(width=width, color_system=None, force_terminal=False, highlight=False, legacy_windows=False)
+    console = Console(width=width, color_system=None, force_terminal=False, highlight=False, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(made)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
 def shown(text: str) -> str:
-    """Return untrusted text made harmless and visible: control, format and markup characters are escaped."""
-    visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return escape(visible)
+    """Return untrusted text made harmless and visible: control, format and bidirectional characters are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

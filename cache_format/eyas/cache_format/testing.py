@@ -93,7 +93,9 @@ def make_store(
         np.concatenate([s.input_ids[s.loss_mask == 1] for s in everything if not s.heldout]), minlength=vocab_size
     ).astype(np.int64)
     vocab = choose_draft_vocab(counts, draft_vocab_size, always_keep=(2,))
-    plan = build_plan(shards, {"rows_read": len(everything), "samples": len(everything), "dropped": {}, "duplicates": 0})
+    plan = build_plan(
+        shards, {"rows_read": len(everything), "samples": len(everything), "dropped": {}, "duplicates": 0}
+    )
     fields = store_fields(
         aux_layer_outputs=(1, 3, 4),
         hidden_size=hidden,
@@ -112,7 +114,9 @@ def make_store(
         special=[i < 3 for i in range(vocab_size)],
         copy_files={},
     )
-    manifest = Manifest(FORMAT_VERSION, _identity(plan.digest, vocab, fields, container, chunk_bytes, supervision, topk), {})
+    manifest = Manifest(
+        FORMAT_VERSION, _identity(plan.digest, vocab, fields, container, chunk_bytes, supervision, topk), {}
+    )
     create_store(root, manifest=manifest, plan=plan, shards=shards, token_counts=counts, vocab=vocab)
     for shard, shard_samples in enumerate(shards):
         with ShardWriter(root, shard) as writer:

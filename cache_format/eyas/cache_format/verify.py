@@ -50,15 +50,14 @@ def verify_store(root: Path | str, on_shard: Callable[[int, int], None] = lambda
     return faults
 
 
-def _store_faults(
-    paths: StorePaths, identity: Identity, plan: Plan, completion: Completion | None
-) -> Iterator[Fault]:
+def _store_faults(paths: StorePaths, identity: Identity, plan: Plan, completion: Completion | None) -> Iterator[Fault]:
     if plan.digest != identity.plan_digest:
         yield Fault(None, "plan", f"{paths.plan} does not match the manifest; restore it from a copy")
-    try:
-        read_vocab(paths.vocab, identity.draft_vocab_digest)
-    except StoreError as error:
-        yield Fault(None, "vocab", str(error))
+    fault = _run(None, "vocab", lambda: read_vocab(paths.vocab, identity.draft_vocab_digest))
+    if fault is None and completion is not None and file_digest(paths.vocab) != completion.vocab:
+        fault = Fault(None, "vocab", f"{paths.vocab} does not match complete.json; restore it from a copy")
+    if fault is not None:
+        yield fault
     for shard in committed_shards(paths):
         if shard >= plan.num_shards:
             yield Fault(shard, "receipt", f"{paths.receipt(shard)} is not in the plan; remove it")
@@ -80,8 +79,8 @@ def _shard_faults(
     except StoreError as error:
         missing = completion is None and not paths.receipt(shard).exists()
         return [] if missing else [Fault(shard, "receipt", str(error))]
-    reader = ShardReader(paths, identity, plan, receipt)
-    checks: dict[str, Callable[[], None]] = {"samples": lambda: _check_samples(paths, reader, completion)}
+    reader = ShardReader(paths, identity, plan, shard, receipt)
+    checks: dict[str, Callable[[], object]] = {"samples": lambda: _check_samples(paths, reader, completion)}
     for spec in identity.fields:
         checks[spec.name] = lambda name=spec.name: reader.verify(name)  # type: ignore[misc]
     return [fault for field, check in checks.items() if (fault := _run(shard, field, check)) is not None]
@@ -95,7 +94,7 @@ def _check_samples(paths: StorePaths, reader: ShardReader, completion: Completio
         raise reader.corrupt(f"{paths.samples(reader.shard)} does not match complete.json", "samples")
 
 
-def _run(shard: int, field: str, check: Callable[[], None]) -> Fault | None:
+def _run(shard: int | None, field: str, check: Callable[[], object]) -> Fault | None:
     try:
         check()
     except StoreError as error:

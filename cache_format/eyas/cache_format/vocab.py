@@ -118,7 +118,7 @@ def read_vocab(path: Path, expected_digest: str) -> tuple[np.ndarray, VocabMap]:
         raise CorruptStoreError(f"{path} cannot be read ({error}); restore it from a copy", field="vocab") from error
     if vocab.digest != expected_digest:
         raise CorruptStoreError(
-            f"{path} holds draft vocabulary {vocab.digest}, the manifest names {expected_digest}; restore it from a copy",
+            f"{path} holds vocabulary {vocab.digest}, the manifest names {expected_digest}; restore it from a copy",
             field="vocab",
         )
     return counts, vocab

@@ -21,7 +21,14 @@ from eyas.cache_format.containers import CONTAINERS
 from eyas.cache_format.digests import file_digest
 from eyas.cache_format.errors import IncompleteStoreError, StoreError, StoreLockedError, StoreNotFoundError
 from eyas.cache_format.frozen import target_digest
-from eyas.cache_format.layout import StorePaths, create_once, remove_tree, replace_file, sync_folder, translate_disk_full
+from eyas.cache_format.layout import (
+    StorePaths,
+    create_once,
+    remove_tree,
+    replace_file,
+    sync_folder,
+    translate_disk_full,
+)
 from eyas.cache_format.manifest import Manifest, encode_json, load_manifest
 from eyas.cache_format.plan import Plan, read_plan, write_plan
 from eyas.cache_format.receipt import (
@@ -65,7 +72,9 @@ class StoreLock:
         self._file.flush()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.truncate(0)
         self._file.close()
 
@@ -125,17 +134,17 @@ def pending_shards(root: Path | str) -> list[int]:
 class ShardWriter:
     """One attempt of one shard. Rows are appended in plan order; leaving without commit deletes the attempt.
 
-        with ShardWriter(root, shard) as writer:
-            for row, arrays in captured:
-                writer.append(row, arrays)
-            receipt = writer.commit({"torch": "2.13.0"})
+    with ShardWriter(root, shard) as writer:
+        for row, arrays in captured:
+            writer.append(row, arrays)
+        receipt = writer.commit({"torch": "2.13.0"})
     """
 
     def __init__(self, root: Path | str, shard: int, *, attempt: str | None = None) -> None:
         self._paths = StorePaths(root)
         self._identity = load_manifest(root).identity
         plan = read_plan(self._paths.plan)
-        self._rows = plan.shard_slice(shard)
+        self._rows = range(*plan.shard_slice(shard).indices(len(plan)))
         self._plan = plan
         self.shard = shard
         self.attempt = attempt or f"attempt-{os.urandom(6).hex()}"
@@ -149,9 +158,10 @@ class ShardWriter:
 
     def __enter__(self) -> "ShardWriter":
         container = CONTAINERS[self._identity.container]
+        plan_rows = self._plan.shard_slice(self.shard)
         planned = {
-            "token": int(self._plan.length[self._rows].sum(dtype=np.int64)),
-            "kept": int(self._plan.kept[self._rows].sum(dtype=np.int64)),
+            "token": int(self._plan.length[plan_rows].sum(dtype=np.int64)),
+            "kept": int(self._plan.kept[plan_rows].sum(dtype=np.int64)),
         }
         with translate_disk_full(self._folder):
             container.prepare(self._folder)
@@ -167,7 +177,9 @@ class ShardWriter:
                 )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._committed:
             for array in self._arrays:
                 array.close()
@@ -176,7 +188,7 @@ class ShardWriter:
     @property
     def num_rows(self) -> int:
         """Rows of the shard."""
-        return self._rows.stop - self._rows.start
+        return len(self._rows)
 
     def _take(self, row: int) -> int:
         if row != self._next_row or row >= self.num_rows:
@@ -235,9 +247,7 @@ class ShardWriter:
         self._write_digests()
         sync_folder(self._folder)
         sync_folder(self._folder.parent)
-        content = ReceiptContent(
-            self.shard, self.num_rows, self._tokens, self._kept, tuple(self._quarantined), records
-        )
+        content = ReceiptContent(self.shard, self.num_rows, self._tokens, self._kept, tuple(self._quarantined), records)
         receipt = Receipt(content, self.attempt, provenance)
         if not create_once(self._paths.receipt(self.shard), encode_json(receipt)):
             _log.warning("shard %06d was committed by another attempt; dropping %s", self.shard, self.attempt)
@@ -291,7 +301,7 @@ def complete_store(root: Path | str) -> Completion:
         format_version=FORMAT_VERSION,
         manifest=manifest.digest,
         plan=manifest.identity.plan_digest,
-        vocab=manifest.identity.draft_vocab_digest,
+        vocab=file_digest(paths.vocab),
         target=target_digest(root),
         samples=tuple(file_digest(paths.samples(s)) for s in shards),
         receipts=tuple(receipt.digest for receipt in receipts),
@@ -299,6 +309,6 @@ def complete_store(root: Path | str) -> Completion:
     data = encode_json(completion)
     if not create_once(paths.complete, data) and paths.complete.read_bytes() != data:
         raise StoreError(
-            f"{paths.complete} describes other bytes than those on disk; run `eyas inspect --verify {root}` to see which"
+            f"{paths.complete} describes other bytes than those on disk; `eyas inspect --verify {root}` says which"
         )
     return completion
