@@ -112,7 +112,7 @@ MASK_PRESETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def slot_loss_mask(
-    span_ids: Int[Tensor, "N"], doc_remaining: Int[Tensor, "N"], preset: MaskPreset = "serving"
+    span_ids: Int[Tensor, "N"], doc_remaining: Int[Tensor, "N"], preset: str = "serving"
 ) -> Bool[Tensor, "N"]:
     """Which slots are supervised at TTT step 0, from raw span numbers (0: not assistant, else 1 + span index).
 
@@ -173,7 +173,7 @@ def make_batch(
     aux_hidden_states: Float[Tensor, "N AHt"],
     kept: Bool[Tensor, "N"],
     target_draft_ids: Int[Tensor, "R"],
-    preset: MaskPreset = "serving",
+    preset: str = "serving",
 ) -> PackedBatch:
     """Turn raw arrays of concatenated documents into a batch in the slot frame.
 

@@ -41,7 +41,7 @@ def tail_cross_entropy(
 
 
 def masked_mean(
-    per_slot: Float[Tensor, "M"], mask: Bool[Tensor, "M"], denominator: float | Tensor | None = None
+    per_slot: Float[Tensor, "M"], mask: Bool[Tensor, "M"], denominator: int | Tensor | None = None
 ) -> Float[Tensor, ""]:
     """sum(per_slot where mask) / n; n defaults to the supervised slots here, or is a count over a larger batch.
 
@@ -56,7 +56,7 @@ def masked_soft_cross_entropy(
     logits: Float[Tensor, "M W"],
     target_probs: Float[Tensor, "M W"],
     mask: Bool[Tensor, "M"],
-    denominator: float | Tensor | None = None,
+    denominator: int | Tensor | None = None,
 ) -> Float[Tensor, ""]:
     """Soft cross-entropy averaged over supervised slots, see `soft_cross_entropy` and `masked_mean`."""
     return masked_mean(soft_cross_entropy(logits, target_probs), mask, denominator)

@@ -29,7 +29,7 @@ def ttt_attention(
     layout: PackedLayout,
     *,
     rows: Int[Tensor, "M"] | None = None,
-    attention: AttentionKind = "auto",
+    attention: str = "auto",
 ) -> Float[Tensor, "M h d"]:
     """Attention of one TTT step over packed documents.
 

@@ -192,23 +192,23 @@ class _TttAttention(torch.autograd.Function):
         block = BLOCK_KERNELS[query.device.type].forward(_to_slots(query, rows, layout), keys, values, layout, scale)
         out, logsumexp = _of_rows(block.out, rows), _of_rows(block.logsumexp, rows)
         depth = len(diagonals) // 2
-        scores = _diagonal_scores(query, diagonals[:depth], logsumexp.dtype, scale)
-        merged_lse = torch.logsumexp(torch.stack((logsumexp, *scores)), dim=0)
-        merged = out.to(merged_lse.dtype) * (logsumexp - merged_lse).exp()[..., None]
-        for score, own in zip(scores, diagonals[depth:], strict=True):
-            weight = (score - merged_lse).exp()[..., None]
-            _by_group(merged, own).add_(_by_group(weight, own) * own[:, :, None])
+        scores = _diagonal_scores(query, diagonals[:depth], logsumexp, scale)
+        merged_lse = torch.cat((logsumexp[None], scores)).logsumexp(0)
+        weights = (scores - merged_lse).exp()
+        merged = out.to(weights.dtype) * (logsumexp - merged_lse).exp()[..., None]
+        for weight, own in zip(weights, diagonals[depth:], strict=True):
+            _by_group(merged, own).add_(_by_group(weight[..., None], own) * own[:, :, None])
         merged = merged.to(query.dtype)
         ctx.layout, ctx.depth, ctx.scale = layout, depth, scale
         ctx.has_rows, ctx.num_state = rows is not None, len(block.state)
         optional = () if rows is None else (rows,)
-        ctx.save_for_backward(query, keys, values, merged, merged_lse, *optional, *block.state, *diagonals)
+        ctx.save_for_backward(query, keys, values, merged, merged_lse, weights, *optional, *block.state, *diagonals)
         return merged
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, merged, merged_lse, *rest = ctx.saved_tensors
+        query, keys, values, merged, merged_lse, weights, *rest = ctx.saved_tensors
         grad = grad.contiguous()
         rows = rest.pop(0) if ctx.has_rows else None
         state, diagonals = rest[: ctx.num_state], rest[ctx.num_state :]
@@ -219,32 +219,29 @@ class _TttAttention(torch.autograd.Function):
             _to_slots(grad, rows, layout), _to_slots(query, rows, layout), keys, values, block, layout, scale
         )
         grad_query = _of_rows(slot_grads[0], rows)
-        diagonal_grads = _diagonal_backward(grad, query, merged, merged_lse, diagonals, scale)
+        diagonal_grads = _diagonal_backward(grad, query, merged, weights, diagonals, scale)
         grad_query = grad_query + diagonal_grads[0]
         return grad_query, slot_grads[1], slot_grads[2], None, None, *diagonal_grads[1]
 
 
-def _diagonal_scores(query: Tensor, keys: Sequence[Tensor], precision: torch.dtype, scale: float) -> list[Tensor]:
-    """[M, h] scores of each diagonal."""
-    scores = []
-    for own in keys:
-        products = (_by_group(query, own) * own[:, :, None]).sum(-1)
-        scores.append(products.reshape(query.shape[:2]).to(precision) * scale)
+def _diagonal_scores(query: Tensor, keys: Sequence[Tensor], logsumexp: Tensor, scale: float) -> Tensor:
+    """Scores of each diagonal, [k, M, h] in the dtype of `logsumexp` [M, h]."""
+    scores = logsumexp.new_empty(len(keys), *logsumexp.shape)
+    for index, own in enumerate(keys):
+        scores[index] = (_by_group(query, own) * own[:, :, None]).sum(-1).flatten(1) * scale
     return scores
 
 
 def _diagonal_backward(
-    grad: Tensor, query: Tensor, merged: Tensor, merged_lse: Tensor, diagonals: Sequence[Tensor], scale: float
+    grad: Tensor, query: Tensor, merged: Tensor, weights: Tensor, diagonals: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, list[Tensor]]:
     """(share of the query's gradient, gradients of the diagonal keys then values)."""
     depth = len(diagonals) // 2
     grad_query = torch.zeros_like(query)
     shared = (grad * merged).sum(-1)
-    scores = _diagonal_scores(query, diagonals[:depth], merged_lse.dtype, scale)
     grad_keys, grad_values = [], []
-    for score, key, value in zip(scores, diagonals[:depth], diagonals[depth:], strict=True):
-        weight = (score - merged_lse).exp().to(query.dtype)
-        received = (_by_group(grad, value) * value[:, :, None]).sum(-1).reshape(weight.shape)
+    for weight, key, value in zip(weights.to(query.dtype), diagonals[:depth], diagonals[depth:], strict=True):
+        received = (_by_group(grad, value) * value[:, :, None]).sum(-1).flatten(1)
         grad_score = (weight * (received - shared) * scale)[..., None]
         _by_group(grad_query, key).add_(_by_group(grad_score, key) * key[:, :, None])
         grad_keys.append((_by_group(grad_score, key) * _by_group(query, key)).sum(2))
