@@ -1,7 +1,8 @@
 """Capture one shard: run the target over its rows, project, write, commit. This runs inside an actor.
 
-The story of a shard is `_attempt`. Rows are captured in plan order; a row that cannot be captured is quarantined with its
-reason and the rest goes on. Nothing here raises to Ray: the caller gets a small record, tensors stay in this process.
+The story of a shard is `_attempt`. Rows are captured in plan order; a row that cannot be captured is quarantined with
+its reason and the rest goes on. Nothing here raises to Ray: the caller gets a small record, and tensors stay in this
+process.
 """
 
 import logging
@@ -163,9 +164,9 @@ class ShardCapture:
                 yield [_Outcome(rows[0], None, f"its capture ended the process {MAX_DEATHS} times")]
                 continue
             journal.rows(rows)
-            yield self._forward(table, rows)
+            yield self._forward(table, rows, last_resort=budget == 0)
 
-    def _forward(self, table: SampleTable, rows: Sequence[int]) -> list[_Outcome]:
+    def _forward(self, table: SampleTable, rows: Sequence[int], *, last_resort: bool) -> list[_Outcome]:
         """Run one batch; when it fails or holds NaN or Inf, run its rows alone to find the one to blame."""
         try:
             states = self.engine.capture([table.input_ids(row) for row in rows])
@@ -173,12 +174,12 @@ class ShardCapture:
         except TargetError:
             raise
         except Exception as error:
-            if _is_out_of_memory(error) and (len(rows) > 1 or not isinstance(error, MemoryError)):
+            if _is_out_of_memory(error) and not last_resort:
                 raise
             outcomes = [_Outcome(row, None, f"the target raised {type(error).__name__}: {error}") for row in rows]
         if len(rows) == 1 or all(o.states is not None for o in outcomes):
             return outcomes
-        return [outcome for row in rows for outcome in self._forward(table, [row])]
+        return [outcome for row in rows for outcome in self._forward(table, [row], last_resort=last_resort)]
 
     def _arrays(self, table: SampleTable, good: Sequence[_Outcome]) -> dict[int, dict[str, np.ndarray]]:
         """Return every field of the manifest for each captured row, on the host, in the store's dtypes."""
@@ -207,7 +208,7 @@ class ShardCapture:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         incidents = {"restarts_after_out_of_memory": str(restarts)} if restarts else {}
         return {
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "transformers": transformers.__version__,
             "device": f"{device.type} {name} {torch.backends.cpu.get_cpu_capability()}",
             "engine": self.task.engine.engine,

@@ -83,7 +83,7 @@ class PrecomputeConfig:
     """CPU threads of each actor."""
 
     max_quarantine: float = 0.01
-    """Share of rows that may fail in the target before the run stops."""
+    """Share of rows that may fail in the target before the run stops; one row is always allowed."""
     stall_timeout: float = 1800.0
     """Seconds without any captured batch after which the run stops and names the pending shards."""
     ray_address: str | None = None

@@ -1,8 +1,8 @@
 """What a capture process was doing when it died, told by files that outlive it.
 
-One run of the driver owns one folder, `<store>/running/<run>`: an attempt file per shard, and the stop flag. Before every
-batch the attempt file names the rows in flight. A process that dies leaves them behind, so that the next attempt runs
-these rows alone and, after three deaths on one row, gives that row up: a row that always kills its process would
+One run of the driver owns one folder, `<store>/running/<run>`: an attempt file per shard, and the stop flag. Before
+every batch the attempt file names the rows in flight. A process that dies leaves them behind, so that the next attempt
+runs these rows alone and, after three deaths on one row, gives that row up: a row that always kills its process would
 otherwise be retried forever. Deaths of other runs do not count: a killed driver says nothing about a row.
 """
 
@@ -50,15 +50,14 @@ class AttemptJournal:
     def _read(self) -> None:
         if not self._path.exists():
             return
-        in_flight: list[int] | None = None  # None: no attempt is open
-        for line in [*self._path.read_text().splitlines(), '"begin"']:
-            entry = json.loads(line)
+        in_flight: list[int] | None = None  # None while no attempt is open
+        for entry in [*map(_decode, self._path.read_text().splitlines()), "begin"]:
+            if entry == "begin" and in_flight is not None:
+                self.deaths.update(in_flight)
+                self.early_deaths += not in_flight
             if entry in ("begin", "end"):
-                if in_flight is not None:
-                    self.deaths.update(in_flight)
-                    self.early_deaths += not in_flight
                 in_flight = [] if entry == "begin" else None
-            else:
+            elif isinstance(entry, list):
                 in_flight = entry
 
     def begin(self) -> None:
@@ -71,10 +70,16 @@ class AttemptJournal:
 
     def end(self) -> None:
         """Close an attempt: whatever happened, the process lived to tell."""
-        self._write([])
         self._write("end")
 
     def _write(self, entry: str | list[int]) -> None:
         # Not synced: the file has to outlive the process, not the machine.
         with self._path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def _decode(line: str) -> str | list[int] | None:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:  # the process died while writing this line
+        return None

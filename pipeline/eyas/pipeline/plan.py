@@ -73,7 +73,8 @@ class _Books:
         assert self.samples_made == samples + self.duplicates + sum(self.dropped_samples.values())
         counters = ("dropped", "dropped_samples", "notes")
         numbers = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in counters}
-        return {**numbers, "samples": samples, **{name: dict(sorted(getattr(self, name).items())) for name in counters}}
+        reasons = {name: {k: n for k, n in sorted(getattr(self, name).items()) if n} for name in counters}
+        return {**numbers, "samples": samples, **reasons}
 
 
 _NOTES = {

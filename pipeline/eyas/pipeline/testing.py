@@ -8,7 +8,7 @@ arguments, same bytes.
 import json
 import random
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -166,3 +166,28 @@ def _messages(draw: random.Random, max_words: int) -> list[dict[str, str]]:
     for _ in range(draw.randint(1, 3)):
         messages += [{"role": "user", "content": say()}, {"role": "assistant", "content": say() + "."}]
     return messages
+
+
+def make_tiny_store(
+    folder: str | Path, *, target: str | Path | None = None, n: int = 20, seed: int = 0, **config: Any
+) -> Path:
+    """Precompute a store of `n` generated chats in this process, without Ray, and return its folder.
+
+    Args:
+        folder: parent of `target`, `chats.jsonl` and `store`.
+        target: a target folder, or None for a tiny one made in `folder`.
+        n: number of chats.
+        seed: of chats and target.
+        config: further fields of `PrecomputeConfig`.
+    """
+    from eyas.pipeline.cluster import capture_in_process
+    from eyas.pipeline.config import PrecomputeConfig
+    from eyas.pipeline.precompute import precompute
+
+    folder = Path(folder)
+    target = make_tiny_target(folder / "target", seed=seed) if target is None else Path(target)
+    chats = make_chats(folder / "chats.jsonl", n, seed)
+    defaults = {"shard_tokens": 1024, "topk": 8, "draft_vocab_size": 128, "heldout_fraction": 0.2}
+    settings = PrecomputeConfig(chats=(str(chats),), target=str(target), out=str(folder / "store"), **defaults | config)
+    precompute(settings, capture=capture_in_process)
+    return folder / "store"
