@@ -17,6 +17,11 @@ WEIGHT_DTYPES = ("BF16", "F16", "F32")
 _MAP_TENSORS = ("d2t", "t2d")
 # Not tensors of a draft, but of what a trainer may leak into its file.
 _FOREIGN_PREFIXES = ("model.", "module.", "_orig_mod.", "draft_model.")
+_REQUIRED = (
+    *("vocab_size", "draft_vocab_size", "hidden_size", "target_hidden_size", "num_aux_hidden_states", "head_dim"),
+    *("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
+    *("rope_theta", "rope_parameters", "fc_norm", "norm_output", "dtype"),
+)
 # Fields of a target's config.json that would make an engine build something else.
 _TARGET_ONLY = ("quantization_config", "num_experts", "auto_map", "layer_types", "vision_config", "text_config")
 
@@ -82,10 +87,7 @@ def config_faults(config: Mapping[str, Any], aux_layer_outputs: Sequence[int] | 
     expected = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
     expected |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_before_residual"), False)
     faults = [f"V10: {k} is {config.get(k)!r}; expected {v!r}" for k, v in expected.items() if config.get(k) != v]
-    required = ("vocab_size", "draft_vocab_size", "hidden_size", "target_hidden_size", "num_aux_hidden_states")
-    required += ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-    required += ("max_position_embeddings", "rope_theta", "rope_parameters", "fc_norm", "norm_output", "dtype")
-    faults += [f"V10: {name} is absent" for name in required if config.get(name) is None]
+    faults += [f"V10: {name} is absent" for name in _REQUIRED if config.get(name) is None]
     faults += [f"V16: {name} belongs to a target, not to a draft" for name in _TARGET_ONLY if name in config]
     if faults:
         return faults

@@ -1,5 +1,6 @@
 """Everything a run is made of, built once from its configuration and its store, and never changed afterwards."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -125,7 +126,7 @@ class Run:
             prefetch=self.config.prefetch,
         )
 
-    def count(self, headers: list[PackedBatch]) -> Tensor:
+    def count(self, headers: Sequence[PackedBatch]) -> Tensor:
         """n_k over the micro-batches of a global batch, int64 [ttt_steps]."""
         total = torch.zeros(self.config.ttt_steps, dtype=torch.int64)
         for header in headers:

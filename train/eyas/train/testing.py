@@ -6,7 +6,7 @@ functions of it, and the stored supervision follows exactly from the stored lm_h
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,7 +14,15 @@ from eyas.cache_format.frozen import write_frozen_target
 from eyas.cache_format.manifest import Identity, LogitTransform, Manifest, TargetIdentity
 from eyas.cache_format.plan import Plan, build_plan
 from eyas.cache_format.samples import PlannedSample, Span
-from eyas.cache_format.schema import FORMAT_VERSION, FieldSpec, aux_field, kept_rows, numpy_dtype, store_fields
+from eyas.cache_format.schema import (
+    FORMAT_VERSION,
+    FieldSpec,
+    Supervision,
+    aux_field,
+    kept_rows,
+    numpy_dtype,
+    store_fields,
+)
 from eyas.cache_format.vocab import VocabMap, choose_draft_vocab
 from eyas.cache_format.writer import ShardWriter, complete_store, create_store
 
@@ -30,14 +38,14 @@ def make_store(
     hidden_size: int = 16,
     vocab_size: int = 40,
     draft_vocab_size: int = 24,
-    supervision: Sequence[str] = ("hidden", "topk", "probs"),
+    supervision: Sequence[Supervision] = ("hidden", "topk", "probs"),
     topk: int = 8,
     hidden_dtype: str = "float32",
     probs_dtype: str = "float32",
     lengths: Sequence[int] | None = None,
     quarantined: Sequence[int] = (),
     samples_per_shard: int = 5,
-    container: str = "zarr",
+    container: Literal["zarr", "arrow"] = "zarr",
     softcap: float | None = None,
     seed: int = 0,
 ) -> Path:
@@ -212,9 +220,9 @@ def _identity(
     plan: Plan,
     vocab: VocabMap,
     fields: tuple[FieldSpec, ...],
-    supervision: Sequence[str],
+    supervision: Sequence[Supervision],
     topk: int,
-    container: str,
+    container: Literal["zarr", "arrow"],
 ) -> Identity:
     return Identity(
         plan_digest=plan.digest,
