@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from eyas.cache_format.errors import ConfigError
 from eyas.train.batch import PackedLayout
 from eyas.train.drafts.attention import ttt_attention
-from eyas.train.drafts.fused_attention import supports_fused
+from eyas.train.drafts.fused_attention import BLOCK_KERNELS, supports_fused
 
 LENGTHS = [1, 5, 2, 40, 3]
 
@@ -116,23 +116,17 @@ def test_unknown_attention_is_refused():
         attend(layout, tensors, None, "sdpa")
 
 
-@pytest.mark.parametrize("num_rows", [None, 3])
-def test_cuda_kernel_is_called_with_shapes_it_accepts(num_rows):
+def test_cuda_kernel_is_called_with_shapes_it_accepts():
     """No GPU here: fake tensors run torch's own shape checks of the variable-length kernel, forward and backward."""
     with FakeTensorMode():
-        integers = {"dtype": torch.int64, "device": "cuda"}
-        layout = PackedLayout(
-            document_lengths=(2, 4),
-            cu_seqlens=torch.empty(3, dtype=torch.int32, device="cuda"),
-            offsets=torch.empty(6, **integers),
-            doc_remaining=torch.empty(6, **integers),
-        )
-        rows = None if num_rows is None else torch.empty(num_rows, **integers)
-        num_queries = num_rows or 6
-        shapes = [(num_queries, 6, 8), (6, 2, 8), (6, 2, 8), *[(num_queries, 2, 8)] * 4]
-        tensors = [torch.empty(s, dtype=torch.bfloat16, device="cuda", requires_grad=True) for s in shapes]
-        assert supports_fused(tensors[0])
-        output = attend(layout, tensors, rows, "fused")
-        assert output.shape == tensors[0].shape
-        grads = torch.autograd.grad(output.sum(), tensors)
-    assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
+        integers = torch.empty(6, dtype=torch.int64, device="cuda")
+        starts = torch.empty(3, dtype=torch.int32, device="cuda")
+        layout = PackedLayout(document_lengths=(2, 4), cu_seqlens=starts, offsets=integers, doc_remaining=integers)
+        query, keys, values = (torch.empty(6, n, 8, dtype=torch.bfloat16, device="cuda") for n in (6, 2, 2))
+        assert supports_fused(query)
+        kernel = BLOCK_KERNELS["cuda"]
+        block = kernel.forward(query, keys, values, layout, 0.5)
+        assert block.out.shape == query.shape
+        assert block.logsumexp.shape == (6, 6)
+        grads = kernel.backward(query, query, keys, values, block, layout, 0.5)
+    assert [grad.shape for grad in grads] == [(6, 6, 8), (6, 2, 8), (6, 2, 8)]
