@@ -8,6 +8,7 @@ found done: the store and the training run resume from disk. The last line is th
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def main() -> int:
     settings = tomllib.loads(args.config.read_text())
     demo = settings["demo"]
     runs = args.runs / args.config.stem
-    target, store = args.runs / "target", runs / "store"
+    target, store = args.runs / f"target-{os.environ.get('TARGET', 'wheel')}", runs / "store"
     clock = Clock()
 
     clock.run("target", [sys.executable, str(HERE / "smollm2_target.py"), str(target)])

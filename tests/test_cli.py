@@ -2,16 +2,22 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
 from eyas import cli
 from eyas.cache_format.errors import ConfigError, EyasError
+from eyas.configuration import overlay, read_table
+from eyas.flags import parse_flags
+
+ROOT = Path(__file__).resolve().parent.parent
 
 HEAVY = ("torch", "ray", "transformers", "datasets", "tokenizers", "zarr", "pyarrow")
 
@@ -326,3 +332,28 @@ def test_no_config_field_hides_a_common_flag():
     for verb in cli.VERBS.values():
         fields = set(cli._load(verb.config, "x", verb).__dataclass_fields__)
         assert not fields & taken, verb.config
+
+
+def documented_commands() -> list[list[str]]:
+    """The `eyas VERB ...` lines of the documents, as words; a comment after two spaces is not part of a command."""
+    lines = [line for name in ("README.md", "examples/README.md") for line in (ROOT / name).read_text().splitlines()]
+    return [shlex.split(line.split("  #")[0])[1:] for line in map(str.strip, lines) if line.startswith("eyas ")]
+
+
+@pytest.mark.parametrize("words", documented_commands(), ids=" ".join)
+def test_a_documented_command_parses(words):
+    verb = cli.VERBS[words[0]]
+    config = parse_flags(cli._load(verb.config, words[0], verb), words[1:], prog="eyas")
+    assert type(config).__name__ == verb.config.partition(":")[2]
+
+
+@pytest.mark.parametrize("name", ["demo.toml", "demo-quick.toml"])
+def test_the_settings_of_the_demo_are_fields_of_the_right_type(name):
+    table = read_table(ROOT / "examples" / name)
+    assert {"demo", "precompute", "train-from-cache", "evaluate"} == set(table)
+    for verb_name in table.keys() - {"demo"}:
+        verb = cli.VERBS[verb_name]
+        laid = overlay(cli._load(verb.config, verb_name, verb), table[verb_name], f"{name}: {verb_name}")
+        assert {key: getattr(laid, key) for key in table[verb_name]} == {
+            key: tuple(value) if isinstance(value, list) else value for key, value in table[verb_name].items()
+        }
