@@ -125,13 +125,12 @@ class ShardCapture:
     def _capture(self, shard: int) -> Receipt:
         """Capture one shard, with half the batch budget again whenever memory runs out."""
         table = SampleTable(self.paths.samples(shard), shard)
-        _ = self.engine
         journal = AttemptJournal(self.run, shard)
         if journal.early_deaths >= MAX_DEATHS:
             raise TargetError(f"the process died {MAX_DEATHS} times before the first row of shard {shard:06d}")
         budget, restarts = self.task.batch_tokens, 0
         while True:
-            journal.begin()
+            journal.begin()  # before the engine is touched: loading it may be what kills the process
             try:
                 return self._attempt(shard, table, journal, budget, restarts)
             except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
@@ -146,12 +145,12 @@ class ShardCapture:
 
     def _attempt(self, shard: int, table: SampleTable, journal: AttemptJournal, budget: int, restarts: int) -> Receipt:
         """Forward, project and write every row; writing one batch overlaps the forward of the next."""
+        engine, checked = self.engine, False
         with ShardWriter(self.paths.root, shard) as writer, _Background() as background:
-            checked = False
             for outcomes in self._outcomes(table, journal, budget):
                 good = [o for o in outcomes if o.states is not None]
                 if good and not checked:
-                    self.engine.check(table.input_ids(good[0].row))
+                    engine.check(table.input_ids(good[0].row))
                     checked = True
                 background.submit(_write, writer, outcomes, self._arrays(table, good))
             background.wait()

@@ -24,8 +24,6 @@ __all__ = ["capture_in_process", "capture_on_ray"]
 _log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 100 << 20
 """Records of a few hundred bytes pass through it; Ray's smallest permitted store is enough."""
-MAX_ACTOR_RESTARTS = 100
-"""A row is given up after three deaths, so that this bounds the fatal rows of one run, not the retries of one row."""
 POLL_SECONDS = 0.5
 
 
@@ -64,15 +62,35 @@ def capture_on_ray(
 
 def _start(ray: Any, task: CaptureTask, num_actors: int, address: str | None) -> None:
     """Join the named cluster or start a local Ray; an inherited RAY_ADDRESS is not asked."""
-    environment = {"PYTHONPATH": _python_path(), "OMP_NUM_THREADS": str(task.engine.threads)}
-    options: dict[str, Any] = {"runtime_env": {"env_vars": environment}}
-    if address is None:
-        # One CPU more than the actors declare: a local Ray with exactly their number can wait forever.
-        local = {"num_cpus": num_actors * task.engine.threads + 1, "object_store_memory": OBJECT_STORE_BYTES}
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        options |= local | {"include_dashboard": False}
-    ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is not None:
+        ray.init(address=address, runtime_env={"env_vars": {"PYTHONPATH": _python_path()}}, **quiet)
+        return
+    # Workers of a local Ray inherit our environment; a runtime_env would throw away its prestarted processes.
+    environment = {"PYTHONPATH": _python_path(), "RAY_USAGE_STATS_ENABLED": "0"}
+    with _environment(environment | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}):
+        ray.init(
+            address="local",
+            # One CPU more than the actors declare: a local Ray with exactly their number can wait forever.
+            num_cpus=num_actors * task.engine.threads + 1,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            **quiet,
+        )
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    previous = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _python_path() -> str:
@@ -101,9 +119,7 @@ def _dataset(task: CaptureTask, shards: Sequence[int], num_actors: int) -> Any:
         compute=ray.data.ActorPoolStrategy(size=num_actors, max_tasks_in_flight_per_actor=1),
         num_cpus=task.engine.threads,
         num_gpus=1 if task.engine.device.startswith("cuda") else 0,
-        max_restarts=MAX_ACTOR_RESTARTS,
-        max_task_retries=-1,
-    )
+    )  # Ray restarts a dead actor without end; the attempt journal is what gives up a row or a shard
 
 
 class _Feed:
