@@ -1,12 +1,14 @@
 """Packing and the unroll are exact: packed equals unpacked, nothing leaks, skipped slots change nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.cache_format.errors import ConfigError
-from eyas.train.batch import shift_left
+from eyas.train.batch import make_batch, shift_left
 from eyas.train.losses import masked_soft_cross_entropy
 from eyas.train.metrics import TttCounters
 from eyas.train.objectives.eagle3 import Eagle3StepConfig, count_supervised, eagle3_step
@@ -135,8 +137,6 @@ def test_counts_of_micro_batches_add_up_and_follow_the_shift(make_config, make_d
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4), seed=st.integers(0, 99), steps=st.integers(1, 8))
 @settings(max_examples=25)
 def test_counts_equal_the_shifted_masks(lengths, seed, steps):
-    from eyas.train.batch import make_batch
-
     generator = torch.Generator().manual_seed(seed)
     num = sum(lengths)
     batch = make_batch(
@@ -226,6 +226,24 @@ def test_evaluation_needs_no_graph(make_draft, make_config, make_document, pack)
     assert not evaluated.loss.requires_grad
     assert torch.equal(evaluated.loss, trained.loss)
     assert torch.equal(evaluated.counters.to_tensor(), trained.counters.to_tensor())
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["autocast", "bfloat16 weights"])
+def test_bfloat16_trains_close_to_float32(make_draft, make_config, make_document, pack, mixed):
+    batch, probs = pack([make_document(20, 0, make_config())])
+    exact = step(make_draft(), batch, probs)
+    draft = make_draft()
+    if mixed:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = step(draft, batch, probs)
+    else:
+        draft = draft.to(torch.bfloat16)
+        rounded = replace(batch, aux_hidden_states=batch.aux_hidden_states.to(torch.bfloat16))
+        output = step(draft, rounded, probs)
+    # 8 bits of mantissa through seven steps on states of order 10; softmax and sums are float32.
+    torch.testing.assert_close(output.loss, exact.loss, rtol=3e-2, atol=0.0)
+    grads = gradients(draft, output.loss)
+    assert all(torch.isfinite(grad).all() and grad.any() for grad in grads.values())
 
 
 def test_counters_survive_an_all_reduce_tensor():

@@ -35,8 +35,9 @@ def ttt_attention(
 
     `rows` are the slots of the queries, ascending (None: all N slots, in order); the diagonals belong to the same
     slots. h query heads share g key heads in consecutive groups. Queries are scaled by d ** -0.5 here. Scores and
-    softmax are float32 or wider. `auto` takes the fused kernel wherever this device and dtype have one: it was the
-    faster one in every measured shape (benchmark figures are in the train README).
+    softmax are float32 or wider. `auto` takes the fused kernel wherever this device and dtype have one: 4,096 tokens
+    of 300-token documents, 9 query and 3 key heads of width 64, took 1.4 to 1.8 times as long eagerly (torch 2.13,
+    CPU, one and two threads, forward plus backward).
     """
     if attention not in ("auto", "eager", "fused"):
         raise ConfigError(f"attention must be auto, eager or fused, got {attention!r}")

@@ -14,6 +14,29 @@ from eyas.cache_format.errors import ConfigError
 from eyas.train.drafts.rope_parameters import check_rope_parameters, read_rope_parameters
 
 _SERVING_ARCHITECTURE = "LlamaForCausalLMEagle3"
+_COUNTS = (
+    "hidden_size",
+    "target_hidden_size",
+    "num_aux_hidden_states",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "max_position_embeddings",
+)
+_SERVED_UNCHANGED = (
+    *_COUNTS,
+    "rms_norm_eps",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "fc_norm",
+    "norm_output",
+    "initializer_range",
+)
+"""Fields whose name and value are the same in the config.json that engines read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,37 +159,22 @@ class Eagle3Config:
         `aux_layer_outputs` are 0-based layers whose output was captured. Both spellings of the rotary embedding,
         of the dtype and of the layer ids are written; `target_model_type` decides SGLang's spelling of the ids.
         """
-        if len(aux_layer_outputs) != self.num_aux_hidden_states:
+        ascending = list(aux_layer_outputs) == sorted(set(aux_layer_outputs))
+        if len(aux_layer_outputs) != self.num_aux_hidden_states or not ascending:
             raise ConfigError(
-                f"the draft reads {self.num_aux_hidden_states} captured layers, got aux_layer_outputs "
-                f"{list(aux_layer_outputs)}"
+                f"the draft reads {self.num_aux_hidden_states} captured layers in ascending order (engines sort "
+                f"them), got aux_layer_outputs {list(aux_layer_outputs)}"
             )
         return {
             "architectures": [_SERVING_ARCHITECTURE],
             "model_type": "llama",
             "num_hidden_layers": 1,
-            "hidden_size": self.hidden_size,
-            "target_hidden_size": self.target_hidden_size,
-            "num_aux_hidden_states": self.num_aux_hidden_states,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "hidden_act": self.hidden_act,
-            "rms_norm_eps": self.rms_norm_eps,
-            "max_position_embeddings": self.max_position_embeddings,
+            **{name: getattr(self, name) for name in _SERVED_UNCHANGED},
             **_rope_spellings(self.rope_parameters),
-            "attention_bias": self.attention_bias,
-            "mlp_bias": self.mlp_bias,
-            "initializer_range": self.initializer_range,
             **({} if self.pad_token_id is None else {"pad_token_id": self.pad_token_id}),
             "tie_word_embeddings": False,
             "norm_before_residual": False,
             "norm_before_fc": False,
-            "fc_norm": self.fc_norm,
-            "norm_output": self.norm_output,
             "sliding_window": None,
             "use_cache": True,
             "dtype": dtype,
@@ -182,11 +190,8 @@ class Eagle3Config:
             raise ConfigError(f"expected the config.json of a {_SERVING_ARCHITECTURE} draft, found {architecture!r}")
         if config.get("num_hidden_layers") != 1 or config.get("norm_before_residual"):
             raise ConfigError("only one-layer drafts without norm_before_residual are supported")
-        same = ("hidden_size", "target_hidden_size", "num_aux_hidden_states", "intermediate_size", "head_dim")
-        same += ("num_attention_heads", "num_key_value_heads", "vocab_size", "draft_vocab_size", "rms_norm_eps")
-        same += ("hidden_act", "max_position_embeddings", "attention_bias", "mlp_bias", "fc_norm", "norm_output")
         return cls(
-            **{name: _required(config, name) for name in (*same, "initializer_range")},
+            **{name: _required(config, name) for name in _SERVED_UNCHANGED},
             rope_parameters=read_rope_parameters(config),
             pad_token_id=config.get("pad_token_id"),
         )
@@ -198,9 +203,7 @@ def captured_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _check_positive(config: Eagle3Config) -> None:
-    counts = ("hidden_size", "target_hidden_size", "num_aux_hidden_states", "intermediate_size", "vocab_size")
-    counts += ("num_attention_heads", "num_key_value_heads", "head_dim", "draft_vocab_size", "max_position_embeddings")
-    for name in counts:
+    for name in _COUNTS:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} must be a positive integer, got {value!r}")

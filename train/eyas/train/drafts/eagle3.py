@@ -33,7 +33,7 @@ from eyas.train.batch import PackedLayout
 from eyas.train.drafts.attention import AttentionKind, cached_attention, ttt_attention
 from eyas.train.drafts.cache import DraftCache
 from eyas.train.drafts.config import Eagle3Config
-from eyas.train.drafts.layers import GatedMLP, RMSNorm, RotaryEmbedding, rotate
+from eyas.train.drafts.layers import Eagle3Layer, RMSNorm, RotaryEmbedding
 from eyas.train.errors import TrainError
 
 
@@ -66,53 +66,6 @@ class TttState:
             diagonal_keys=[keys.index_select(0, kept) for keys in self.diagonal_keys],
             diagonal_values=[values.index_select(0, kept) for values in self.diagonal_values],
         )
-
-
-class Eagle3Attention(nn.Module):
-    """Projections of the layer; the attention itself is a function of what they give."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        width, bias = 2 * config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=bias)
-
-    def query(self, normed: Float[Tensor, "M H2"], cos: Tensor, sin: Tensor) -> Float[Tensor, "M h d"]:
-        """Rotated queries."""
-        return rotate(self._heads(self.q_proj(normed)), cos, sin)
-
-    def keys_values(
-        self, normed: Float[Tensor, "N H2"], cos: Tensor, sin: Tensor
-    ) -> tuple[Float[Tensor, "N g d"], Float[Tensor, "N g d"]]:
-        """Rotated keys, and values."""
-        return rotate(self._heads(self.k_proj(normed)), cos, sin), self._heads(self.v_proj(normed))
-
-    def _heads(self, flat: Tensor) -> Tensor:
-        return flat.view(flat.shape[0], flat.shape[1] // self.head_dim, self.head_dim)
-
-
-class Eagle3Layer(nn.Module):
-    """The one decoder layer."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Eagle3Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
-
-    def normed_inputs(self, embeds: Float[Tensor, "N H"], hidden: Float[Tensor, "N H"]) -> Float[Tensor, "N H2"]:
-        """[norm(embedding); norm(hidden)], embedding first."""
-        return torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
-
-    def finish(self, attended: Float[Tensor, "M h d"], residual: Float[Tensor, "M H"]) -> Float[Tensor, "M H"]:
-        """Output projection, residual, MLP, residual."""
-        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3Draft(nn.Module):
@@ -250,7 +203,7 @@ class Eagle3Draft(nn.Module):
     ) -> tuple[Float[Tensor, "M H"], TttState]:
         """TTT step 0 over packed documents: keys of all slots, queries only at `rows` (ascending; None: all)."""
         normed = self.midlayer.normed_inputs(self.embed_tokens(input_ids), projected)
-        cos, sin = self.rotary(position_ids, normed.dtype)
+        cos, sin = self.rotary(position_ids)
         keys, values = self.midlayer.self_attn.keys_values(normed, cos, sin)
         if rows is not None:
             projected, normed = projected.index_select(0, rows), normed.index_select(0, rows)
@@ -266,7 +219,7 @@ class Eagle3Draft(nn.Module):
         `input_ids` are the tokens one position further than at the last step; the rotary position grows by one.
         """
         normed = self.midlayer.normed_inputs(self.embed_tokens(input_ids), hidden)
-        cos, sin = self.rotary(state.position_ids + len(state.diagonal_keys) + 1, normed.dtype)
+        cos, sin = self.rotary(state.position_ids + len(state.diagonal_keys) + 1)
         keys, values = self.midlayer.self_attn.keys_values(normed, cos, sin)
         state.diagonal_keys.append(keys)
         state.diagonal_values.append(values)
@@ -316,7 +269,7 @@ class Eagle3Draft(nn.Module):
         x[t+1]; the logits of the returned state predict x[t+2].
         """
         normed = self.midlayer.normed_inputs(self.embed_tokens(token_ids), features)
-        cos, sin = self.rotary(positions, normed.dtype)
+        cos, sin = self.rotary(positions)
         keys, values = cache.append(*self.midlayer.self_attn.keys_values(normed, cos, sin))
         attended = cached_attention(self.midlayer.self_attn.query(normed, cos, sin), keys, values)
         return self._recurrent(self.midlayer.finish(attended, features))

@@ -1,4 +1,4 @@
-"""Norm, gated MLP and rotary embedding of a Llama-style draft layer."""
+"""The decoder layer of a Llama-style EAGLE-3 draft and its parts: norm, gated MLP, rotary embedding, projections."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def activation(name: str) -> nn.Module:
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines for given positions, computed in float32 and then cast; no table, so no longest position."""
+    """Cosines and sines for given positions, computed in float32; no table, so no longest position."""
 
     inv_freq: Tensor
 
@@ -67,11 +67,11 @@ class RotaryEmbedding(nn.Module):
         )
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
-    def forward(self, position_ids: Int[Tensor, "N"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [N, 1, head_dim]: the middle axis broadcasts over heads."""
+    def forward(self, position_ids: Int[Tensor, "N"]) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each float32 [N, 1, head_dim]: the middle axis broadcasts over heads."""
         half = position_ids.to(torch.float32)[:, None] * self.inv_freq.to(torch.float32)[None, :]
         angles = torch.cat((half, half), dim=-1)[:, None, :]
-        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
 def inverse_frequencies(
@@ -95,6 +95,54 @@ def inverse_frequencies(
 
 
 def rotate(heads: Float[Tensor, "N h d"], cos: Float[Tensor, "N 1 d"], sin: Float[Tensor, "N 1 d"]) -> Tensor:
-    """Rotate the two halves of every head (the Llama layout, not the interleaved one)."""
+    """Rotate the two halves of every head (the Llama layout, not the interleaved one), in the dtype of `heads`."""
+    cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Eagle3Attention(nn.Module):
+    """Projections of the layer; the attention itself is a function of what they give."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, bias = 2 * config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=bias)
+
+    def query(self, normed: Float[Tensor, "M H2"], cos: Tensor, sin: Tensor) -> Float[Tensor, "M h d"]:
+        """Rotated queries."""
+        return rotate(self._heads(self.q_proj(normed)), cos, sin)
+
+    def keys_values(
+        self, normed: Float[Tensor, "N H2"], cos: Tensor, sin: Tensor
+    ) -> tuple[Float[Tensor, "N g d"], Float[Tensor, "N g d"]]:
+        """Rotated keys, and values."""
+        return rotate(self._heads(self.k_proj(normed)), cos, sin), self._heads(self.v_proj(normed))
+
+    def _heads(self, flat: Tensor) -> Tensor:
+        return flat.view(flat.shape[0], flat.shape[1] // self.head_dim, self.head_dim)
+
+
+class Eagle3Layer(nn.Module):
+    """The one decoder layer."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Eagle3Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def normed_inputs(self, embeds: Float[Tensor, "N H"], hidden: Float[Tensor, "N H"]) -> Float[Tensor, "N H2"]:
+        """[norm(embedding); norm(hidden)], embedding first."""
+        return torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+
+    def finish(self, attended: Float[Tensor, "M h d"], residual: Float[Tensor, "M H"]) -> Float[Tensor, "M H"]:
+        """Output projection, residual, MLP, residual."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

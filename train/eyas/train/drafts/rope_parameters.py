@@ -63,12 +63,11 @@ def check_rope_parameters(parameters: Mapping[str, Any]) -> None:
         raise ConfigError(f"rope type {rope_type!r} does not know {', '.join(unknown)}; {_ADVICE}")
 
 
-def _agreed_theta(nested: float | None, top_level: float | None) -> float:
+def _agreed_theta(nested: float | int | None, top_level: float | int | None) -> float:
     if nested is not None and top_level is not None and nested != top_level:
         raise ConfigError(f"the config.json names two rotary bases: rope_theta {top_level} and {nested} in its table")
-    if nested is not None:
-        return nested
-    return _DEFAULT_THETA if top_level is None else top_level
+    given = top_level if nested is None else nested
+    return _DEFAULT_THETA if given is None else float(given)
 
 
 def _check_same_scaling(parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:

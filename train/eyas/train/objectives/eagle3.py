@@ -127,8 +127,8 @@ def _unroll(
 
 def _step_weights(config: Eagle3StepConfig, counts: Int[Tensor, "K"]) -> Float[Tensor, "K"]:
     """float32 [K]: w_k / (n_k sum_j w_j)."""
-    weights = config.decay ** torch.arange(config.ttt_steps, dtype=torch.float64)
-    return (weights / weights.sum() / counts.cpu().clamp(min=1)).to(torch.float32)
+    weights = config.decay ** torch.arange(config.ttt_steps, dtype=torch.float64, device=counts.device)
+    return (weights / weights.sum() / counts.clamp(min=1)).to(torch.float32)
 
 
 def _counters(
