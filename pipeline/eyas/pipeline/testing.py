@@ -57,13 +57,12 @@ _WORDS = (
 )
 
 
-def make_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
+def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer of 288 ids: 3 special tokens, 256 bytes, 29 merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*SPECIAL_TOKENS, *alphabet, *_MERGES]
     vocab = {piece: index for index, piece in enumerate(pieces)}
-    merges = [_split_merge(piece, vocab) for piece in _MERGES]
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False))
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=_merges(), fuse_unk=False))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
@@ -72,13 +71,20 @@ def make_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     )
 
 
-def _split_merge(piece: str, vocab: dict[str, int]) -> tuple[str, str]:
-    """Return the two known halves of a merge, the longer known tail first."""
-    for cut in range(1, len(piece)):
-        left, right = piece[:cut], piece[cut:]
-        if left in vocab and right in vocab and vocab[left] < vocab[piece] and vocab[right] < vocab[piece]:
-            return left, right
-    raise ValueError(f"no known halves for merge {piece!r}")
+def _merges() -> list[tuple[str, str]]:
+    """Return the merge that makes each piece: the two parts that the merges before it leave of it."""
+    merges: list[tuple[str, str]] = []
+    for piece in _MERGES:
+        parts = list(piece)
+        for left, right in merges:
+            index = 0
+            while index < len(parts) - 1:
+                if (parts[index], parts[index + 1]) == (left, right):
+                    parts[index : index + 2] = [left + right]
+                index += 1
+        left, right = parts
+        merges.append((left, right))
+    return merges
 
 
 def make_tiny_target(
