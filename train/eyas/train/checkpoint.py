@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import msgspec
@@ -128,7 +129,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     try:
         weights = load_weights(folder)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{folder} cannot be read ({error}); use another checkpoint of the run") from error
     return Checkpoint(meta=meta, weights=weights, optimizer=state["optimizer"], rng=state["rng"])
 

@@ -133,7 +133,7 @@ def _progress_line(record: Mapping[str, Any], total_steps: int) -> str:
         f"step {record['step']}/{total_steps} epoch {record['epoch']}  loss {_number(record['loss'])}  "
         f"accuracy {_depths(record['accuracy'])}  acceptance {_number(record['accept_length'])} (simulated)  "
         f"{record['tokens_per_s']:.0f} tok/s  stall {100 * record['stall']:.1f}%  lr {record['lr']:.2e}  "
-        f"grad {record['grad_norm']:.2f}"
+        f"grad {_number(record['grad_norm'])}"
     )
 
 
