@@ -36,7 +36,7 @@ def main() -> int:
     chats = [demo["chats"], "--target", str(target), "--out", str(store)]
     clock.eyas("precompute", *chats, *flags(settings["precompute"]))
     clock.eyas("inspect", str(store), "--verify")
-    clock.eyas("inspect", str(store), "--sample", "0", "--max-tokens", "60")
+    clock.eyas("inspect", str(store), "--sample", "0", "--max-tokens", "110")
     for supervision in demo["supervision"]:
         run = runs / f"draft-{supervision}"
         where = [str(store), "--out", str(run), "--supervision", supervision]
@@ -92,7 +92,10 @@ def summary(clock: Clock, runs: Path, target: Path, measured: dict[str, dict[str
     lines = ["", "seconds per phase"]
     lines += [f"  {phase:<18}{seconds:8.0f}" for phase, seconds in clock.seconds.items()]
     lines += ["", "held-out acceptance length, by what the draft was trained from"]
-    lines += [f"  {name:<18}{result['acceptance_length']:8.2f}" for name, result in measured.items()]
+    for name, result in measured.items():
+        same = "equal to" if result["equal_to_plain"]["holds"] else "DIFFERENT from"
+        speed = f"{result['speedup']:.2f} times the speed of plain decoding"
+        lines.append(f"  {name:<18}{result['acceptance_length']:8.2f}   tokens {same} plain greedy decoding, {speed}")
     lines += ["", "where everything lies"]
     places = {
         "target": target,
