@@ -5,7 +5,7 @@ T tokens of a row, H hidden size, V target vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -59,6 +59,7 @@ class CapturedRow:
     """State after the final norm: what the head reads."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """A resident, frozen target."""
 

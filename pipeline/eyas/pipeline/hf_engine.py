@@ -109,10 +109,11 @@ class HfEngine:
         ours = self.head.logits(last[0])
         if own.dtype == torch.float32 and not torch.equal(same, own):
             self._refuse("the head applied to the last hidden state", same, own)
-        # Two roundings of one number differ by at most one unit in the last place of the narrower type; the second
-        # term covers sums whose terms cancel, taken in another order.
-        scale = own.float().abs().amax(dim=1, keepdim=True)
-        slack = _ulp(own) + 1e-5 * scale
+        # The model rounds its logits once to its own dtype, and once more at every step that follows the head; the
+        # second term covers sums whose terms cancel, taken in another order.
+        transform = self.config.logit_transform
+        roundings = 1 + (transform.scale != 1.0) + 3 * (transform.softcap is not None)
+        slack = roundings * _ulp(own) + 1e-5 * own.float().abs().amax(dim=1, keepdim=True)
         if bool(((ours - own.float()).abs() > slack).any()):
             self._refuse("the float32 projection", ours, own)
 

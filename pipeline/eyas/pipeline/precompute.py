@@ -138,7 +138,7 @@ def _fields(config: PrecomputeConfig, target: TargetFolder, data: PlannedData) -
 def _bytes_per_token(config: PrecomputeConfig, target: TargetFolder, data: PlannedData) -> list[tuple[str, float]]:
     kept_share = float(data.plan.kept.sum(dtype=np.int64) / data.plan.length.sum(dtype=np.int64))
     sizes = estimate_fields(_fields(config, target, data)["fields"], kept_share)
-    return [(size.name, size.bytes_per_token) for size in sizes]
+    return [(size.name, float(size.bytes_per_token)) for size in sizes]
 
 
 def _estimate(config: PrecomputeConfig, target: TargetFolder, data: PlannedData) -> str:
