@@ -55,9 +55,8 @@ def main() -> None:
     for field in summary.fields:
         print(f"  {field.name:<24}{field.bytes_per_token:12,.1f} bytes/token")
     print(f"limit    raw bf16 states    {raw / summary.tokens:12,.1f} bytes/token")
-    print(
-        f"measured states as stored   {ratios['raw'] * raw / summary.tokens:12,.1f} bytes/token  ratio {ratios['raw']:.3f}"
-    )
+    as_stored = ratios["raw"] * raw / summary.tokens
+    print(f"measured states as stored   {as_stored:12,.1f} bytes/token  ratio {ratios['raw']:.3f}")
     print(f"measured whole store        {total / summary.tokens:12,.1f} bytes/token")
     print(f"over NeMo padded to 2048 {ratios['nemo']:.3f} (reach <= 0.125), to 512 {ratios['nemo_512']:.3f}")
     print(f"over padded hidden-state files {ratios['specforge']:.3f} (reach <= 0.5)")
