@@ -21,6 +21,7 @@ from eyas.train.export import serving_tensors
 
 LAYERS = (1, 3, 4)
 DRAFT_VOCAB = 200
+ANSWER = 28
 SWITCHES = {"eagle3": {}, "eagle3.1": {"fc_norm": True, "norm_output": True}}
 
 
@@ -48,13 +49,13 @@ def target(load) -> DecodingTarget:
 def prompts() -> list[Tensor]:
     """Random prompts of 1, 2 and more tokens."""
     generator = torch.Generator().manual_seed(7)
-    return [torch.randint(3, 288, (length,), generator=generator) for length in (1, 2, 3, 9, 17, 30)]
+    return [torch.randint(3, 288, (length,), generator=generator) for length in (1, 2, 9, 20)]
 
 
 @pytest.fixture(scope="session")
 def answers(target, prompts) -> list[list[int]]:
     """Plain greedy answers that nothing ends."""
-    return [decode_plain(target, prompt, Stop(frozenset(), 40)) for prompt in prompts]
+    return [decode_plain(target, prompt, Stop(frozenset(), ANSWER)) for prompt in prompts]
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +111,7 @@ def train_briefly(
     to_draft[draft.draft_vocab_ids] = torch.arange(DRAFT_VOCAB)
     optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=3e-3)
     fed = [shift_left(ids, layout.doc_remaining, k) for k in range(1, 5)]
-    for _ in range(40):
+    for _ in range(30):
         hidden, state = draft.first_step(draft.project_hidden_states(aux), fed[0], layout.offsets, layout)
         loss = torch.zeros(())
         for k in range(3):

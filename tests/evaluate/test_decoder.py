@@ -11,6 +11,7 @@ from eyas.evaluate.drafter import Eagle3Drafter
 from eyas.train.batch import PackedLayout
 
 DEPTHS = [1, 2, 3, 4, 5]
+UNENDING = Stop(frozenset(), 28)
 FAMILIES = ["eagle3", "eagle3.1"]
 
 
@@ -45,7 +46,7 @@ def test_plain_decoding_is_what_transformers_generates(target, target_folder, pr
 def test_emitted_tokens_equal_plain_greedy_decoding(target, overfit, prompts, answers, depth, family):
     drafter = Eagle3Drafter(overfit(family))
     for prompt, answer in zip(prompts, answers, strict=True):
-        output = decode_chain(target, drafter, prompt, Stop(frozenset(), 40), depth=depth)
+        output = decode_chain(target, drafter, prompt, UNENDING, depth=depth)
         assert output.tokens == answer
         assert 1 + sum(output.accepted) + len(output.accepted) == len(answer) + output.discarded
 
@@ -55,18 +56,18 @@ def test_an_untrained_draft_changes_nothing_but_the_speed(target, target_folder,
     untrained = Eagle3Drafter(type(draft)(draft.config, draft_vocab_ids=draft.draft_vocab_ids))
     untrained.draft.initialize(11)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert decode_chain(target, untrained, prompt, Stop(frozenset(), 40), depth=4).tokens == answer
+        assert decode_chain(target, untrained, prompt, UNENDING, depth=4).tokens == answer
 
 
 def test_every_length_of_accepted_chain_occurs(target, overfit, prompts):
     """Otherwise the tests around this one would not reach what they are for."""
     drafter, seen = Eagle3Drafter(overfit()), set()
     for prompt in prompts:
-        seen |= set(decode_chain(target, drafter, prompt, Stop(frozenset(), 40), depth=3).accepted)
+        seen |= set(decode_chain(target, drafter, prompt, UNENDING, depth=3).accepted)
     assert seen == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("max_new_tokens", range(1, 12))
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 6, 7, 8, 12, 13])
 def test_the_token_limit_cuts_inside_a_chain(target, prompts, answers, max_new_tokens):
     for prompt, answer in zip(prompts, answers, strict=True):
         output = decode_chain(target, ScriptedDrafter(prompt, answer), prompt, Stop(frozenset(), max_new_tokens), depth=5)
@@ -74,10 +75,10 @@ def test_the_token_limit_cuts_inside_a_chain(target, prompts, answers, max_new_t
         assert output.accepted == [5] * -(-(max_new_tokens - 1) // 6)
 
 
-@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 6])
 def test_an_eos_inside_the_accepted_chain_ends_the_answer_there(target, overfit, prompts, answers, index):
     for prompt, answer in zip(prompts, answers, strict=True):
-        stop = Stop(frozenset({answer[index], 299}), 40)
+        stop = Stop(frozenset({answer[index], 299}), 28)
         plain = decode_plain(target, prompt, stop)
         assert plain == answer[: answer.index(answer[index]) + 1]
         for drafter in (Eagle3Drafter(overfit()), ScriptedDrafter(prompt, answer)):
@@ -87,7 +88,7 @@ def test_an_eos_inside_the_accepted_chain_ends_the_answer_there(target, overfit,
 def test_each_of_several_eos_ids_ends_an_answer(target, prompts, answers):
     prompt, answer = prompts[-1], answers[-1]
     for eos in (answer[4], answer[7]):
-        stop = Stop(frozenset({eos, 299, 298}), 40)
+        stop = Stop(frozenset({eos, 299, 298}), 28)
         tokens = decode_chain(target, ScriptedDrafter(prompt, answer), prompt, stop, depth=3).tokens
         assert tokens[-1] == eos
         assert tokens.count(eos) == 1
@@ -98,7 +99,7 @@ def test_a_perfect_draft_has_the_acceptance_length_depth_plus_one(target, prompt
     accepted = []
     for prompt, answer in zip(prompts, answers, strict=True):
         drafter = ScriptedDrafter(prompt, answer)
-        accepted += decode_chain(target, drafter, prompt, Stop(frozenset(), 30), depth=depth).accepted
+        accepted += decode_chain(target, drafter, prompt, Stop(frozenset(), 20), depth=depth).accepted
     counts = Acceptance.count(accepted, depth)
     assert counts.length == depth + 1
     assert counts.unconditional() == counts.conditional() == [1.0] * depth
@@ -111,13 +112,12 @@ def test_a_draft_that_is_always_wrong_has_the_acceptance_length_one(target, prom
     assert Acceptance.count(output.accepted, 3).length == 1.0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("depth", [1, 3, 5])
-def test_acceptance_equals_a_decoder_that_computes_everything_anew(target, overfit, prompts, depth, family):
+@pytest.mark.parametrize(("family", "depth"), [("eagle3", 1), ("eagle3", 4), ("eagle3.1", 3)])
+def test_acceptance_equals_a_decoder_that_computes_everything_anew(target, overfit, prompts, family, depth):
     draft = overfit(family)
     for prompt in prompts:
-        output = decode_chain(target, Eagle3Drafter(draft), prompt, Stop(frozenset(), 24), depth=depth)
-        assert output.accepted == accepted_without_caches(target, draft, prompt, 24, depth)
+        output = decode_chain(target, Eagle3Drafter(draft), prompt, Stop(frozenset(), 16), depth=depth)
+        assert output.accepted == accepted_without_caches(target, draft, prompt, 16, depth)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,7 +126,7 @@ def test_acceptance_equals_a_teacher_forced_simulation_on_the_emitted_sequence(
 ):
     draft, depth = overfit(family), 3
     for prompt, answer in zip(prompts, answers, strict=True):
-        output = decode_chain(target, Eagle3Drafter(draft), prompt, Stop(frozenset(), 30), depth=depth)
+        output = decode_chain(target, Eagle3Drafter(draft), prompt, Stop(frozenset(), 22), depth=depth)
         simulated = simulate(target, draft, torch.cat((prompt, torch.tensor(answer))), len(prompt), depth)
         assert output.accepted == simulated[: len(output.accepted)]
 
@@ -148,9 +148,9 @@ def test_drafted_ids_are_the_targets(target, overfit, prompts):
 
 def test_sequences_do_not_leak_into_each_other(target, overfit, prompts):
     drafter, stop = Eagle3Drafter(overfit()), Stop(frozenset(), 20)
-    alone = decode_chain(target, Eagle3Drafter(overfit()), prompts[3], stop, depth=3)
-    decode_chain(target, drafter, prompts[5], stop, depth=3)
-    assert decode_chain(target, drafter, prompts[3], stop, depth=3) == alone
+    alone = decode_chain(target, Eagle3Drafter(overfit()), prompts[2], stop, depth=3)
+    decode_chain(target, drafter, prompts[3], stop, depth=3)
+    assert decode_chain(target, drafter, prompts[2], stop, depth=3) == alone
 
 
 def test_logits_are_computed_only_where_they_are_read(target, overfit, prompts, monkeypatch):

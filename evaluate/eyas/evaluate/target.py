@@ -3,6 +3,7 @@
 Loading, hooks and output projection are those of the capture engine, so a draft reads here what it was trained on.
 """
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,11 @@ class TargetStep:
 class DecodingTarget(HfEngine):
     """The capture engine with one more way to run: token by token, or a few tokens at once, against a cache."""
 
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        names = inspect.signature(self.backbone.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed within transformers 5
+
     def new_cache(self) -> DynamicCache:
         """An empty cache of one sequence. It keeps every position, also below a sliding window, so it can shrink."""
         return DynamicCache()
@@ -46,7 +52,7 @@ class DecodingTarget(HfEngine):
     def forward(self, ids: Int[Tensor, " n"], cache: DynamicCache, *, logit_rows: int) -> TargetStep:
         """Append n tokens to the cache; project only the last `logit_rows` of them."""
         self._captured.clear()
-        output = self.backbone(input_ids=ids[None], past_key_values=cache, use_cache=True)
+        output = self.backbone(input_ids=ids[None], use_cache=True, **{self._cache_name: cache})
         logits = self.head.logits(output.last_hidden_state[0, -logit_rows:])
         return TargetStep(logits, tuple(self._captured[index][0] for index in self.config.aux_layer_outputs))
 
