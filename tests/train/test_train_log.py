@@ -15,6 +15,7 @@ RECORD = {
     "lr": 1e-3,
     "grad_norm": 0.7,
     "tokens": 100,
+    "seconds": 2.0,
     "tokens_per_s": 50.0,
     "stall": 0.01,
 }
@@ -61,6 +62,18 @@ def test_a_skipped_step_and_an_empty_evaluation_say_not_available(tmp_path, capl
         log.heldout({"step": 1, "loss": None, "accuracy": [None], "accept_length": None})
     assert "loss n/a" in caplog.text
     assert "simulated acceptance length n/a" in caplog.text
+
+
+def test_a_line_averages_what_happened_since_the_last_one(tmp_path, caplog):
+    with (
+        caplog.at_level(logging.INFO, "eyas.train"),
+        TrainLog(tmp_path, done_steps=0, total_steps=2, log_every=2) as log,
+    ):
+        log.train_step({"step": 1, **RECORD, "loss": 1.0, "accuracy": [0.2, None], "tokens": 100, "seconds": 1.0})
+        log.train_step({"step": 2, **RECORD, "loss": 3.0, "accuracy": [0.4, 0.5], "tokens": 300, "seconds": 3.0})
+    assert "loss 2.0000  accuracy 0.300/0.500" in caplog.text
+    assert "100 tok/s" in caplog.text
+    assert [record["loss"] for record in read_metrics(tmp_path, "train")] == [1.0, 3.0]
 
 
 def test_metrics_reach_tensorboard(tmp_path):

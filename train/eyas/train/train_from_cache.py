@@ -148,6 +148,7 @@ def optimizer_steps(
                 "step": progress.global_step,
                 "epoch": micro.position.epoch,
                 **result.record(decay=run.step_config.decay),
+                "seconds": seconds,
                 "tokens_per_s": result.num_tokens / seconds,
                 "stall": (loader.waited_s - waited) / seconds,
             }

@@ -31,6 +31,7 @@ class TrainLog:
         self._total = total_steps
         self._every = log_every
         self._bar = _bar(total_steps, done_steps)
+        self._window: list[Mapping[str, Any]] = []
 
     def __enter__(self) -> "TrainLog":
         return self
@@ -45,11 +46,14 @@ class TrainLog:
     def train_step(self, record: Mapping[str, Any]) -> None:
         """Record one optimizer step. Keys: step, epoch, loss, accuracy (per depth), accept_length, and the rest."""
         self._write({"kind": "train", **record})
-        line = _progress_line(record, self._total)
+        self._window.append(record)
+        mean = _mean_over(self._window)
+        line = _progress_line(mean, self._total)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=record["step"], description=line)
         if record["step"] % self._every == 0 or record["step"] == self._total:
-            self._scalars("train", record)
+            self._window.clear()
+            self._scalars("train", mean)
             if self._bar is None:
                 logger.info(line)
 
@@ -126,6 +130,19 @@ def _bar(total_steps: int, done_steps: int) -> Progress | None:
     bar.add_task("", total=total_steps, completed=done_steps)
     bar.start()
     return bar
+
+
+def _mean_over(window: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the newest record with what fluctuates averaged since the last line; a skipped step counts for nothing."""
+    mean = dict(window[-1])
+    for name in ("loss", "accept_length", "grad_norm", "stall"):
+        values = [record[name] for record in window if record[name] is not None]
+        mean[name] = sum(values) / len(values) if values else None
+    mean["tokens_per_s"] = sum(record["tokens"] for record in window) / sum(record["seconds"] for record in window)
+    by_depth = zip(*(record["accuracy"] for record in window), strict=True)
+    known = [[value for value in values if value is not None] for values in by_depth]
+    mean["accuracy"] = [sum(values) / len(values) if values else None for values in known]
+    return mean
 
 
 def _progress_line(record: Mapping[str, Any], total_steps: int) -> str:
