@@ -147,7 +147,9 @@ def test_shards_hold_every_sample_once_in_source_order(lengths, budget):
         for i, n in enumerate(lengths)
     ]
     shards = cut_shards(samples, budget)
-    assert [s.source_row for shard in shards for s in sorted(shard, key=lambda s: s.source_row)] == list(range(len(lengths)))
+    assert [s.source_row for shard in shards for s in sorted(shard, key=lambda s: s.source_row)] == list(
+        range(len(lengths))
+    )
     assert all(sum(len(s.input_ids) for s in shard) <= budget or len(shard) == 1 for shard in shards)
 
 

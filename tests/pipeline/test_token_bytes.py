@@ -12,7 +12,16 @@ TEXT = "the h\u00e9n saw \U0001f985 in the\ttree"
 
 def sentencepiece_like():
     """BPE with byte fallback and U+2581, as Llama 2 and Gemma ship it."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"thenasw", "\u2581t", "he"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *"thenasw",
+        "\u2581t",
+        "he",
+    ]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     merges = [("\u2581", "t"), ("h", "e")]
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
