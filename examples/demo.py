@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=HERE / "demo.toml", help="flags of every verb")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder that everything goes into")
     args = parser.parse_args()
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars for loading weights; eyas shows its own progress
     settings = tomllib.loads(args.config.read_text())
     demo = settings["demo"]
     runs = args.runs / args.config.stem
