@@ -76,6 +76,7 @@ def precompute(config: PrecomputeConfig, *, capture: CaptureShards = capture_on_
             return Report(f"{root} is complete already: {len(data.plan)} samples in {data.plan.num_shards} shards")
         _capture(root, config, target, identity, data, capture)
         _check_books(root, config, data)
+        _sweep(root, data)
         complete_store(root)
     return Report(f"{_summary(data)}\n{_outcome(root, data)}")
 
@@ -312,6 +313,16 @@ def _check_books(root: Path, config: PrecomputeConfig, data: PlannedData) -> Non
             )
         quarantined += len(lost)
     _check_budget(quarantined, len(data.plan), config)
+
+
+def _sweep(root: Path, data: PlannedData) -> None:
+    """Delete attempts that no receipt names: what a process killed in mid-shard, or just after its commit, left."""
+    paths = StorePaths(root)
+    for shard in range(data.plan.num_shards):
+        attempt = load_receipt(paths, shard).attempt
+        for folder in paths.shard(shard).iterdir():
+            if folder.is_dir() and folder.name != attempt:
+                remove_tree(folder)
 
 
 def _outcome(root: Path, data: PlannedData) -> str:
