@@ -90,7 +90,9 @@ def test_golden_eagle3_capture(golden_target):
 
 def test_golden_default_aux_layers():
     tensors, _ = load_golden("default_aux_layer_ids")
-    for depth, expected in zip(tensors["input/num_layers"].tolist(), tensors["expect/aux_layer_ids"].tolist(), strict=True):
+    for depth, expected in zip(
+        tensors["input/num_layers"].tolist(), tensors["expect/aux_layer_ids"].tolist(), strict=True
+    ):
         if expected[0] < 0:
             with pytest.raises(ValueError, match="too shallow"):
                 default_aux_layer_outputs(depth)
@@ -187,7 +189,9 @@ def test_batch_size_and_a_second_call_change_no_row(tiny_rows):
     alone = [engine.capture([row])[0] for row in rows]
     for size in (2, 4, len(rows)):
         for start in range(0, len(rows), size):
-            for captured, lone in zip(engine.capture(rows[start : start + size]), alone[start : start + size], strict=True):
+            for captured, lone in zip(
+                engine.capture(rows[start : start + size]), alone[start : start + size], strict=True
+            ):
                 assert len(captured.last) == len(lone.last)
                 assert relative(captured.last, lone.last).max() <= 1e-5
                 assert relative(torch.cat(captured.aux, 1), torch.cat(lone.aux, 1)).max() <= 1e-5

@@ -136,7 +136,7 @@ class ChatEncoder:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return what the template prints for the first `count` turns, and its generation blocks."""
         try:
-            texts, indices = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[_present(chat.messages[:count])],
                 tools=chat.tools,
                 chat_template=self.tokenizer.get_chat_template(tools=chat.tools),
@@ -146,6 +146,7 @@ class ChatEncoder:
             )
         except Exception as error:  # a template is a program: whatever it raises is its refusal of this conversation
             raise ChatRefused(f"template_refused:{type(error).__name__}") from error
+        texts, indices = rendered
         return texts[0], [(int(start), int(end)) for start, end in indices[0]] if blocks else []
 
     def _render(self, chat: Conversation, count: int, *, generation_prompt: bool = False) -> _Rendered:

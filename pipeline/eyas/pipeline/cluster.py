@@ -113,8 +113,9 @@ def _dataset(task: CaptureTask, shards: Sequence[int], num_actors: int) -> Any:
     context.wait_for_min_actors_s = -1
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     items = ray.data.from_items([{"shard": shard} for shard in shards], override_num_blocks=len(shards))
+    actor: Any = ShardCapture  # Ray's signature knows functions only
     return items.map(
-        ShardCapture,
+        actor,
         fn_constructor_args=(task,),
         compute=ray.data.ActorPoolStrategy(size=num_actors, max_tasks_in_flight_per_actor=1),
         num_cpus=task.engine.threads,

@@ -34,7 +34,7 @@ class HfEngine:
         self.config = config
         self.device = torch.device(config.device)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 config.folder, dtype=getattr(torch, config.dtype), attn_implementation=config.attention
             )
         except (OSError, ValueError, ImportError, RuntimeError) as error:

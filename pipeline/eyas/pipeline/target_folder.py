@@ -150,7 +150,7 @@ class TargetFolder:
     @cached_property
     def _tensor_files(self) -> dict[str, Path]:
         """Which file holds each tensor."""
-        found = {}
+        found: dict[str, Path] = {}
         for path in self._weight_files:
             with safe_open(path, "numpy") as file:
                 found |= dict.fromkeys(file.keys(), path)

@@ -117,7 +117,7 @@ def make_tiny_target(
     """
     folder = Path(folder)
     tokenizer = make_tokenizer(TEMPLATES.get(template, template))
-    eos, bos = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    bos, _, eos = (SPECIAL_TOKENS.index(token) for token in SPECIAL_TOKENS)  # their ids come first
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden_size,
