@@ -71,12 +71,14 @@ def make_store(
     topk: int = 8,
     draft_vocab_size: int = 32,
     chunk_bytes: int = 1024,
+    hidden_size: int = 16,
+    longest: int = 24,
     seed: int = 0,
     quarantine: Sequence[tuple[int, int]] = (),
     rows_of: Callable[[FieldSpec, int, np.random.Generator], np.ndarray] = random_rows,
     complete: bool = True,
 ) -> Path:
-    """Write a store of random values with a tied random target of 8 layers, hidden size 16 and 64 tokens.
+    """Write a store of random values with a tied random target of 8 layers and 64 tokens.
 
     Args:
         quarantine: (shard, row) pairs that are recorded as not captured.
@@ -85,10 +87,10 @@ def make_store(
     """
     root = Path(root)
     random = np.random.default_rng(seed)
-    samples = make_samples(sum(samples_per_shard), seed=seed)
+    samples = make_samples(sum(samples_per_shard), seed=seed, longest=longest)
     shards = [[samples.pop(0) for _ in range(count)] for count in samples_per_shard]
     everything = [s for shard in shards for s in shard]
-    vocab_size, hidden = TINY_CONFIG["vocab_size"], TINY_CONFIG["hidden_size"]
+    vocab_size = TINY_CONFIG["vocab_size"]
     counts = np.bincount(
         np.concatenate([s.input_ids[s.loss_mask == 1] for s in everything if not s.heldout]), minlength=vocab_size
     ).astype(np.int64)
@@ -98,18 +100,18 @@ def make_store(
     )
     fields = store_fields(
         aux_layer_outputs=(1, 3, 4),
-        hidden_size=hidden,
+        hidden_size=hidden_size,
         hidden_dtype=hidden_dtype,
         supervision=supervision,
         topk=topk,
         draft_vocab_size=draft_vocab_size,
     )
-    table = (random.standard_normal((vocab_size, hidden)) * 0.3).astype(fields[0].numpy_dtype)
+    table = (random.standard_normal((vocab_size, hidden_size)) * 0.3).astype(fields[0].numpy_dtype)
     write_frozen_target(
         root,
-        config=TINY_CONFIG,
+        config={**TINY_CONFIG, "hidden_size": hidden_size, "head_dim": hidden_size // 2},
         generation_config={"eos_token_id": 2},
-        tensors={"embed_tokens.weight": table, "norm.weight": np.ones(hidden, fields[0].numpy_dtype)},
+        tensors={"embed_tokens.weight": table, "norm.weight": np.ones(hidden_size, fields[0].numpy_dtype)},
         token_bytes=[f" t{i}".encode() for i in range(vocab_size)],
         special=[i < 3 for i in range(vocab_size)],
         copy_files={},
@@ -147,7 +149,7 @@ def _identity(
         tokenizer_digest="tokenizer",
         template_digest="template",
         template_switches={},
-        target=TargetIdentity("tiny", "", "config", "weights", fields[0].dtype, "none", 8, 16, 64),
+        target=TargetIdentity("tiny", "", "config", "weights", fields[0].dtype, "none", 8, fields[0].width or 1, 64),
         aux_layer_outputs=(1, 3, 4),
         logit_transform=LogitTransform(),
         embedding_multiplier=1.0,
