@@ -70,7 +70,9 @@ def test_every_length_of_accepted_chain_occurs(target, overfit, prompts):
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 6, 7, 8, 12, 13])
 def test_the_token_limit_cuts_inside_a_chain(target, prompts, answers, max_new_tokens):
     for prompt, answer in zip(prompts, answers, strict=True):
-        output = decode_chain(target, ScriptedDrafter(prompt, answer), prompt, Stop(frozenset(), max_new_tokens), depth=5)
+        output = decode_chain(
+            target, ScriptedDrafter(prompt, answer), prompt, Stop(frozenset(), max_new_tokens), depth=5
+        )
         assert output.tokens == answer[:max_new_tokens]
         assert output.accepted == [5] * -(-(max_new_tokens - 1) // 6)
 
@@ -156,7 +158,9 @@ def test_sequences_do_not_leak_into_each_other(target, overfit, prompts):
 def test_logits_are_computed_only_where_they_are_read(target, overfit, prompts, monkeypatch):
     rows = []
     real = type(target.head).logits
-    monkeypatch.setattr(type(target.head), "logits", lambda head, hidden: rows.append(len(hidden)) or real(head, hidden))
+    monkeypatch.setattr(
+        type(target.head), "logits", lambda head, hidden: rows.append(len(hidden)) or real(head, hidden)
+    )
     decode_chain(target, Eagle3Drafter(overfit()), prompts[-1], Stop(frozenset(), 12), depth=3)
     assert rows == [1] + [4] * (len(rows) - 1)
 

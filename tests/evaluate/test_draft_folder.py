@@ -31,7 +31,6 @@ def edit_weights(folder, change):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-
 def load(folder, target_folder, target, dtype=torch.float32):
     return open_draft(folder, target_folder).load(target.embeddings.weight, dtype=dtype, device=CPU)
 

@@ -8,7 +8,7 @@ from eyas.evaluate.errors import PromptError
 from eyas.evaluate.prompts import read_prompts
 from eyas.pipeline.chat import ChatEncoder
 from eyas.pipeline.conversations import read_conversations
-from eyas.pipeline.testing import CHATML_THINKING, make_chats, make_tokenizer
+from eyas.pipeline.testing import CHATML_GENERATION, CHATML_THINKING, make_chats, make_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}
 
@@ -22,7 +22,7 @@ def read(sources, *, tokenizer=None, longest=500, **settings):
     return read_prompts(sources, tokenizer or make_tokenizer(), switches={}, longest=longest, **settings)
 
 
-@pytest.mark.parametrize("template", [None, CHATML_THINKING])
+@pytest.mark.parametrize("template", [None, CHATML_GENERATION, CHATML_THINKING])
 def test_a_prompt_is_the_captured_text_before_its_last_answer(tmp_path, template):
     sources = (str(make_chats(tmp_path / "chats.jsonl", 12)),)
     tokenizer = make_tokenizer(template) if template else make_tokenizer()
