@@ -172,6 +172,23 @@ def test_counting_stops_at_the_first_mismatch():
         assert decoder.count_accepted(torch.tensor(drafted), choices) == expected
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_chain_step_has_the_state_that_training_computes(target, overfit, prompts, monkeypatch, family):
+    """Positions, rolled back entries and the fed-back state, which the drafted ids alone would hardly betray."""
+    draft, states, depth = overfit(family), [], 4
+    extend = type(draft).extend
+    monkeypatch.setattr(type(draft), "extend", lambda *args: states.append(extend(*args)) or states[-1])
+    output = decode_chain(target, Eagle3Drafter(draft), prompts[3], Stop(frozenset(), 14), depth=depth)
+    text, slot = torch.cat((prompts[3], torch.tensor(output.tokens))), len(prompts[3]) - 1
+    assert len(states) == depth * len(output.accepted)
+    for number, matches in enumerate(output.accepted):
+        mine = [state[-1] for state in states[depth * number : depth * (number + 1)]]
+        expected = chain_states(draft, aux_states(target, text[: slot + 1]), text[: slot + 2], slot, depth)
+        # One float32 layer with sums in another order; a rotary position off by one moves these states by about 0.1.
+        torch.testing.assert_close(torch.stack(mine), torch.cat(expected), atol=1e-4, rtol=1e-4)
+        slot += matches + 1
+
+
 @torch.no_grad()
 def accepted_without_caches(target, draft, prompt, num_tokens, depth):
     """The same decoding with neither cache: every pass runs target and draft over the whole text, the draft by its
@@ -205,14 +222,19 @@ def simulate(target, draft, text, prompt_length, depth):
 
 def chain(draft, aux, text, slot, depth):
     """Draft from one slot by the code that trains: `text` holds the tokens up to slot + 1."""
+    states = chain_states(draft, aux, text, slot, depth)
+    return draft.draft_vocab_ids[draft.compute_logits(torch.cat(states)).argmax(-1)]
+
+
+def chain_states(draft, aux, text, slot, depth):
     layout, rows = PackedLayout.from_lengths([slot + 1]), torch.tensor([slot])
     projected = draft.project_hidden_states(aux)
     hidden, state = draft.first_step(projected, text[1 : slot + 2], layout.offsets, layout, rows)
-    drafted = [draft.draft_vocab_ids[draft.compute_logits(hidden).argmax(-1)]]
+    states = [hidden]
     for _ in range(depth - 1):
-        hidden = draft.next_step(hidden, drafted[-1], state)
-        drafted.append(draft.draft_vocab_ids[draft.compute_logits(hidden).argmax(-1)])
-    return torch.cat(drafted)
+        drafted = draft.draft_vocab_ids[draft.compute_logits(states[-1]).argmax(-1)]
+        states.append(draft.next_step(states[-1], drafted, state))
+    return states
 
 
 def aux_states(target, text):
