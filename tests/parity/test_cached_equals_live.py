@@ -25,6 +25,7 @@ from eyas.train.drafts.eagle3 import Eagle3Draft
 from eyas.train.objectives.eagle3 import Eagle3StepConfig, count_supervised, eagle3_step
 from eyas.train.objectives.supervision import HiddenSupervision, TargetHead
 from eyas.train.order import epoch_order
+from eyas.train.run import load_scaled_head
 from eyas.train.train_from_cache import train_from_cache
 from eyas.train.train_log import read_metrics
 
@@ -93,10 +94,10 @@ def train_live(reader, folder):
     draft = Eagle3Draft(shape, draft_vocab_ids=torch.from_numpy(reader.vocab.ids))
     draft.initialize(SEED)
     draft.load_target_embeddings(target.frozen["embed_tokens.weight"])
-    draft.load_target_head(target.lm_head)
+    load_scaled_head(draft, target.lm_head)
     draft.freeze_embeddings()
     parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), weight_decay=0.0)
     losses = []
     for step, packs in enumerate(global_batches(reader)):
         micros = [target.micro_batch(rows) for rows in packs]

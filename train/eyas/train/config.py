@@ -58,7 +58,7 @@ class TrainConfig:
     """Draft vocabulary. Default: the store's. Another size needs `hidden` supervision."""
 
     lm_head_init: Literal["target", "random"] = "target"
-    """Start the draft's lm_head from the target's rows (learns much faster on short runs), or at random."""
+    """Start the draft's lm_head from the target's rows, scaled to initializer_range, or at random."""
 
     freeze_embeddings: bool = True
     """Keep the target's input embeddings. Trained embeddings are served by vLLM alone: SGLang overwrites them and
@@ -76,7 +76,7 @@ class TrainConfig:
     max_steps: int | None = None
     """Stop after this many optimizer steps (the schedule ends there too). Default: all epochs."""
 
-    lr: float = 5e-4
+    lr: float = 2e-3
     """Peak learning rate."""
 
     warmup: float = 0.05
@@ -88,7 +88,7 @@ class TrainConfig:
     beta1: float = 0.9
     """AdamW: decay of the first moment."""
 
-    beta2: float = 0.95
+    beta2: float = 0.99
     """AdamW: decay of the second moment."""
 
     weight_decay: float = 0.0

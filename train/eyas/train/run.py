@@ -204,10 +204,22 @@ def build_draft(reader: StoreReader, vocab: VocabMap, config: TrainConfig) -> Ea
     draft.initialize(config.seed)
     draft.load_target_embeddings(_float32(reader.target.embed_tokens()))
     if config.lm_head_init == "target":
-        draft.load_target_head(_float32(reader.target.lm_head()) * reader.identity.logit_transform.scale)
+        load_scaled_head(draft, _float32(reader.target.lm_head()))
     if config.freeze_embeddings:
         draft.freeze_embeddings()
     return draft
+
+
+@torch.no_grad()
+def load_scaled_head(draft: Eagle3Draft, lm_head: Tensor) -> None:
+    """Start lm_head from the target's rows of the draft vocabulary, scaled to the spread of any other initial matrix.
+
+    The directions are worth having, the size is not: behind an untrained network the target's own scale gives sharp,
+    wrong logits (SmolLM2, 30,000 tokens: initial loss 13 instead of 9, final held-out loss 5.35 instead of 5.10).
+    """
+    draft.load_target_head(lm_head)
+    weight = draft.lm_head.weight
+    weight.mul_(draft.config.initializer_range / weight.square().mean().sqrt())
 
 
 def default_device() -> torch.device:
