@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import safetensors.numpy
 
+from eyas.cache_format.arrow_files import READ_ERRORS, arrow_bytes, read_arrow
 from eyas.cache_format.digests import digest_parts, file_digest
 from eyas.cache_format.errors import CorruptStoreError, MissingFieldError
 from eyas.cache_format.layout import StorePaths, replace_file
@@ -61,10 +62,8 @@ def write_frozen_target(
     files["config.json"] = json.dumps(config, indent=2, sort_keys=True).encode()
     if generation_config is not None:
         files["generation_config.json"] = json.dumps(generation_config, indent=2, sort_keys=True).encode()
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, _TOKENS) as writer:
-        writer.write_batch(pa.record_batch([pa.array(token_bytes, pa.binary()), pa.array(special)], schema=_TOKENS))
-    files["tokens.arrow"] = sink.getvalue().to_pybytes()
+    tokens = pa.record_batch([pa.array(token_bytes, pa.binary()), pa.array(special, pa.bool_())], schema=_TOKENS)
+    files["tokens.arrow"] = arrow_bytes(tokens)
     files["frozen.safetensors"] = safetensors.numpy.save(
         {name: np.ascontiguousarray(value) for name, value in tensors.items()}, metadata={"format": "pt"}
     )
@@ -83,13 +82,12 @@ class TokenTable:
 
     def __init__(self, path: Path) -> None:
         try:
-            batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-        except (OSError, pa.ArrowInvalid) as error:
+            table = read_arrow(path).combine_chunks()
+            self._bytes, self._special = (table.column(name).chunk(0) for name in _TOKENS.names)
+        except READ_ERRORS as error:
             raise CorruptStoreError(
                 f"{path} cannot be read ({error}); restore it from a copy", field="target"
             ) from error
-        self._bytes = batch.column("bytes")
-        self._special = batch.column("special")
 
     def __len__(self) -> int:
         return len(self._bytes)

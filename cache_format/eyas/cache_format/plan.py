@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from eyas.cache_format.arrow_files import READ_ERRORS, arrow_bytes, read_arrow
 from eyas.cache_format.digests import digest_parts
 from eyas.cache_format.errors import CorruptStoreError
 from eyas.cache_format.layout import replace_file
@@ -167,20 +168,17 @@ def _dictionary(values: list[str]) -> pa.DictionaryArray:
 def write_plan(path: Path, plan: Plan) -> None:
     """Write plan.arrow; the books travel in the schema's metadata."""
     schema = _SCHEMA.with_metadata({"eyas.books": msgspec.json.encode(plan.books, order="deterministic")})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
-        writer.write_table(plan.table.combine_chunks())
-    replace_file(path, sink.getvalue().to_pybytes())
+    replace_file(path, arrow_bytes(plan.table.cast(schema)))
 
 
 def read_plan(path: Path) -> Plan:
     """Read plan.arrow through a memory map."""
     try:
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        table = read_arrow(path)
         books = msgspec.json.decode((table.schema.metadata or {})[b"eyas.books"])
         if not table.schema.equals(_SCHEMA):
             raise pa.ArrowInvalid(f"columns {table.schema.names}")
-    except (OSError, pa.ArrowInvalid, KeyError, msgspec.DecodeError) as error:
+    except (*READ_ERRORS, msgspec.DecodeError) as error:
         raise CorruptStoreError(
             f"{path} cannot be read as a plan ({error}); restore it from a copy or create the store again", field="plan"
         ) from error

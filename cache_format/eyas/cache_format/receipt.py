@@ -5,6 +5,7 @@ its provenance. Digests are taken over the content alone.
 """
 
 from pathlib import Path
+
 import msgspec
 
 from eyas.cache_format.containers.base import ArrayLayout
@@ -54,6 +55,8 @@ class ReceiptContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was committed."""
 
     shard: int
+    samples_digest: str
+    """Digest of the shard's samples.arrow."""
     rows: int
     tokens: int
     """Stored tokens: quarantined rows count zero."""
@@ -85,8 +88,6 @@ class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan: str
     vocab: str
     target: str
-    samples: tuple[str, ...]
-    """xxh3-128 of every samples.arrow, by shard."""
     receipts: tuple[str, ...]
     """Digest of every receipt's content, by shard."""
 

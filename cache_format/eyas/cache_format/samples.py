@@ -1,17 +1,21 @@
 """samples.arrow: token ids, loss masks and turns of one shard, written at plan time.
 
 One record batch, one row a sample, in row order. A row certifies itself: the hash of its ids and mask is its sample id,
-which plan.arrow holds as well.
+which plan.arrow holds as well. The receipt holds a digest of the whole table, turns included.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
+from eyas.cache_format.arrow_files import READ_ERRORS, arrow_bytes, read_arrow
+from eyas.cache_format.digests import Buffer, digest_parts
 from eyas.cache_format.errors import CorruptStoreError
 from eyas.cache_format.layout import replace_file
 from eyas.cache_format.schema import kept_rows, sample_id
@@ -89,10 +93,7 @@ def write_samples(path: Path, samples: Sequence[PlannedSample]) -> None:
         _list_column([s.loss_mask for s in samples], np.dtype(np.uint8), pa.uint8()),
         pa.array([[span._asdict() for span in s.spans] for s in samples], pa.large_list(_SPAN)),
     ]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, _SCHEMA) as writer:
-        writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
-    replace_file(path, sink.getvalue().to_pybytes())
+    replace_file(path, arrow_bytes(pa.record_batch(columns, schema=_SCHEMA)))
 
 
 class SampleTable:
@@ -102,12 +103,13 @@ class SampleTable:
         self.path = path
         self.shard = shard
         try:
-            with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
-                if not reader.schema.equals(_SCHEMA) or reader.num_record_batches != 1:
-                    raise self._corrupt("another table than samples.arrow of this format")
-                self._batch = reader.get_batch(0)
-        except (OSError, pa.ArrowInvalid) as error:
+            table = read_arrow(path)
+        except READ_ERRORS as error:
             raise self._corrupt(f"it cannot be read ({error})") from error
+        batches = table.to_batches()
+        if not table.schema.equals(_SCHEMA) or len(batches) != 1:
+            raise self._corrupt("it is another table than samples.arrow of this format")
+        self._batch = batches[0]
         self._ids = self._batch.column("input_ids")
         self._masks = self._batch.column("loss_mask")
 
@@ -144,11 +146,19 @@ class SampleTable:
             numbers[span.start : span.end] = index + 1
         return np.where(self.loss_mask(row).astype(bool), numbers, 0).astype(np.uint16)
 
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128 over all columns, independent of how Arrow laid the file out."""
+        parts: list[Buffer] = [b"".join(self._batch.column("sample_id").to_pylist())]
+        for name in ("input_ids", "loss_mask"):
+            column = self._batch.column(name)
+            parts += [np.diff(np.asarray(column.offsets)).tobytes(), np.asarray(column.flatten()).tobytes()]
+        parts += [np.asarray(self._batch.column(name)).tobytes() for name in ("token_offset", "kept_offset")]
+        parts.append(msgspec.json.encode(self._batch.column("spans").to_pylist()))
+        return digest_parts(parts)
+
     def check_row(self, row: int, expected: bytes) -> None:
         """Raise unless the row's ids and mask hash to the id that the plan holds."""
-        try:
-            found = sample_id(self.input_ids(row), self.loss_mask(row))
-        except (pa.ArrowInvalid, IndexError) as error:
-            raise self._corrupt(f"row {row} cannot be read ({error})") from error
+        found = sample_id(self.input_ids(row), self.loss_mask(row))
         if found != expected:
             raise self._corrupt(f"row {row} hashes to {found.hex()}, the plan has {expected.hex()}")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import xxhash
 
 from eyas.cache_format.array_writer import bits_dtype
+from eyas.cache_format.arrow_files import READ_ERRORS, read_arrow
 from eyas.cache_format.containers import CONTAINERS, TornArrayError
 from eyas.cache_format.digests import chunk_digest, content_digest
 from eyas.cache_format.errors import CorruptStoreError, IncompleteStoreError, MissingFieldError
@@ -85,6 +85,8 @@ class ShardReader:
         expected = self._plan_rows.stop - self._plan_rows.start
         if len(table) != expected:
             raise self.corrupt(f"{table.path} has {len(table)} rows, the plan has {expected}", "samples")
+        if self._receipt is not None and table.digest != self._receipt.content.samples_digest:
+            raise self.corrupt(f"{table.path} does not match the receipt", "samples")
         return table
 
     def checked_samples(self, row: int) -> SampleTable:
@@ -112,10 +114,10 @@ class ShardReader:
     def _digests(self) -> dict[str, np.ndarray]:
         path = self._attempt / "digests.arrow"
         try:
-            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+            table = read_arrow(path)
             names = table.column("field").to_numpy(zero_copy_only=False)
             values = table.column("xxh3_64").to_numpy()
-        except (OSError, pa.ArrowInvalid, KeyError) as error:
+        except READ_ERRORS as error:
             raise self.corrupt(f"{path} cannot be read ({error})", "digests") from error
         return {name: values[names == name] for name in set(names)}
 

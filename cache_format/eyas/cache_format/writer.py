@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from eyas.cache_format.array_writer import ArrayWriter
+from eyas.cache_format.arrow_files import arrow_bytes
 from eyas.cache_format.containers import CONTAINERS
 from eyas.cache_format.digests import file_digest
 from eyas.cache_format.errors import IncompleteStoreError, StoreError, StoreLockedError, StoreNotFoundError
@@ -39,7 +40,7 @@ from eyas.cache_format.receipt import (
     committed_shards,
     load_receipt,
 )
-from eyas.cache_format.samples import PlannedSample, write_samples
+from eyas.cache_format.samples import PlannedSample, SampleTable, write_samples
 from eyas.cache_format.schema import FORMAT_VERSION
 from eyas.cache_format.vocab import VocabMap, write_vocab
 
@@ -247,7 +248,15 @@ class ShardWriter:
         self._write_digests()
         sync_folder(self._folder)
         sync_folder(self._folder.parent)
-        content = ReceiptContent(self.shard, self.num_rows, self._tokens, self._kept, tuple(self._quarantined), records)
+        content = ReceiptContent(
+            shard=self.shard,
+            samples_digest=SampleTable(self._paths.samples(self.shard), self.shard).digest,
+            rows=self.num_rows,
+            tokens=self._tokens,
+            kept_rows=self._kept,
+            quarantined=tuple(self._quarantined),
+            arrays=records,
+        )
         receipt = Receipt(content, self.attempt, provenance)
         if not create_once(self._paths.receipt(self.shard), encode_json(receipt)):
             _log.warning("shard %06d was committed by another attempt; dropping %s", self.shard, self.attempt)
@@ -262,10 +271,7 @@ class ShardWriter:
             "xxh3_64": [d for a in self._arrays for d in a.chunk_digests],
         }
         table = pa.table(columns, schema=pa.schema([("field", pa.string()), ("xxh3_64", pa.uint64())]))
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table.combine_chunks())
-        replace_file(self._folder / "digests.arrow", sink.getvalue().to_pybytes())
+        replace_file(self._folder / "digests.arrow", arrow_bytes(table))
 
     def _after_commit(self, content: ReceiptContent) -> None:
         _write_quarantine(self._paths, content)
@@ -303,7 +309,6 @@ def complete_store(root: Path | str) -> Completion:
         plan=manifest.identity.plan_digest,
         vocab=file_digest(paths.vocab),
         target=target_digest(root),
-        samples=tuple(file_digest(paths.samples(s)) for s in shards),
         receipts=tuple(receipt.digest for receipt in receipts),
     )
     data = encode_json(completion)

@@ -11,12 +11,18 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from eyas.cache_format.arrow_files import READ_ERRORS
 from eyas.cache_format.containers.base import ArrayLayout, TornArrayError
 from eyas.cache_format.layout import sync_folder, translate_disk_full
 
 __all__ = ["ArrowSink", "ArrowSource"]
 
 _VALUES = {"bfloat16": pa.uint16(), "float16": pa.float16(), "float32": pa.float32(), "uint32": pa.uint32()}
+
+
+def _schema(dtype: str, width: int | None) -> pa.Schema:
+    column = _VALUES[dtype] if width is None else pa.list_(_VALUES[dtype], width)
+    return pa.schema([pa.field("rows", column, nullable=False)], metadata={"eyas_dtype": dtype})
 
 
 class ArrowSink:
@@ -27,8 +33,7 @@ class ArrowSink:
         self._path = path
         self._values = _VALUES[dtype]
         self._width = width
-        column = self._values if width is None else pa.list_(self._values, width)
-        self._schema = pa.schema([pa.field("rows", column, nullable=False)], metadata={"eyas_dtype": dtype})
+        self._schema = _schema(dtype, width)
         self._file = path.open("wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
 
@@ -68,8 +73,13 @@ class ArrowSource:
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(self._path)))
             columns = [reader.get_batch(i).column(0) for i in range(reader.num_record_batches)]
-        except (OSError, pa.ArrowInvalid) as error:
+            for column in columns:
+                column.validate(full=True)
+        except READ_ERRORS as error:
             raise TornArrayError(f"{self._path} cannot be read ({error})") from error
+        width = self._layout.shape[1] if len(self._layout.shape) == 2 else None
+        if not reader.schema.equals(_schema(self._layout.dtype, width), check_metadata=True):
+            raise TornArrayError(f"{self._path} is the array of another field (its column is {reader.schema})")
         if len(columns) != self._layout.num_chunks:
             raise TornArrayError(f"{self._path} has {len(columns)} chunks, expected {self._layout.num_chunks}")
         return [_values_view(column) for column in columns]
