@@ -19,7 +19,8 @@ from eyas.configuration import read_config
 from eyas.train import train_from_cache as story
 from eyas.train.checkpoint import checkpoints_folder, find_latest, load_checkpoint, load_meta
 from eyas.train.config import TrainConfig
-from eyas.train.errors import CheckpointError, SupervisionError, TrainError
+from eyas.train.errors import CheckpointError, ExportError, SupervisionError, TrainError
+from eyas.train.run import Run
 from eyas.train.testing import make_store
 from eyas.train.train_from_cache import train_from_cache
 from eyas.train.train_log import read_metrics
@@ -186,6 +187,14 @@ def test_foreign_folders_and_mistyped_stores_are_refused(store, tmp_path):
     with pytest.raises(StoreNotFoundError, match="stroe"):
         fit(tmp_path / "stroe", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_draft_that_no_engine_loads_is_refused_before_training(store, tmp_path, monkeypatch):
+    serving = Run.serving_config
+    monkeypatch.setattr(Run, "serving_config", lambda run: {**serving(run), "rope_theta": None})
+    with pytest.raises(ExportError, match=r"V10: rope_theta is absent[\s\S]*nothing was trained"):
+        fit(store, tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_two_trainers_never_share_a_run(store, tmp_path):

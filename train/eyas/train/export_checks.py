@@ -82,6 +82,19 @@ def faults_of_export(folder: Path, *, aux_layer_outputs: Sequence[int] | None = 
     return faults
 
 
+def faults_of_draft(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], aux_layer_outputs: Sequence[int]
+) -> list[str]:
+    """Return what engines would refuse or misread of a draft in memory: known before training, not after it."""
+    faults = config_faults(config, aux_layer_outputs)
+    if faults:
+        return faults
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    maps = {name: weights[name].cpu() for name in _MAP_TENSORS if name in weights}
+    expected = expected_shapes(config, has_embeddings="embed_tokens.weight" in shapes)
+    return _name_faults(shapes, expected) + map_faults(config, maps)
+
+
 def config_faults(config: Mapping[str, Any], aux_layer_outputs: Sequence[int] | None) -> list[str]:
     """Return breaches of V10 and V11."""
     expected = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}

@@ -27,9 +27,10 @@ from eyas.train.checkpoint import (
     save_checkpoint,
 )
 from eyas.train.config import TrainConfig
-from eyas.train.errors import CheckpointError, TrainError
+from eyas.train.errors import CheckpointError, ExportError, TrainError
 from eyas.train.evaluation import evaluate_heldout
 from eyas.train.export import write_export
+from eyas.train.export_checks import faults_of_draft
 from eyas.train.loader import Loader, Position
 from eyas.train.optim import build_optimizer, quarantine_step
 from eyas.train.progress import Progress, describe, finished_report, stop_signals, stopped_report
@@ -52,6 +53,7 @@ def train_from_cache(config: TrainConfig) -> Report:
     """
     run = Run.open(config)
     require_own_folder(config.out)
+    require_servable(run)
     with StoreLock(config.out):
         return train(run)
 
@@ -127,6 +129,14 @@ def resume(run: Run, optimizer: torch.optim.Optimizer, folder: Path) -> Progress
         heldout=meta.heldout,
         best=meta.best,
     )
+
+
+def require_servable(run: Run) -> None:
+    """Refuse before training what no engine would load after it."""
+    faults = faults_of_draft(run.serving_config(), run.trained_weights(), run.reader.identity.aux_layer_outputs)
+    if faults:
+        lines = "\n  ".join(faults)
+        raise ExportError(f"a draft of this target cannot be served:\n  {lines}\nnothing was trained")
 
 
 def optimizer_steps(
