@@ -221,6 +221,25 @@ def test_stopped_run_goes_on_from_disk_and_ends_with_the_same_bytes(folder, orig
     assert (folder / "store" / "complete.json").read_bytes() == (original / "store" / "complete.json").read_bytes()
 
 
+def test_resume_under_other_provenance_goes_on_with_a_warning_that_names_it(finished, caplog):
+    (finished / "store" / "receipts" / "000001.json").unlink()
+    (finished / "store" / "complete.json").unlink()
+    run(finished, attention="eager")
+    assert "attention sdpa then, eager now" in caplog.text
+    caplog.clear()
+    (finished / "store" / "receipts" / "000001.json").unlink()
+    (finished / "store" / "complete.json").unlink()
+    run(finished)
+    assert "then" not in caplog.text
+
+
+def test_eos_beyond_the_vocabulary_is_refused_before_the_target_runs(folder):
+    path = folder / "target" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, 300]}))
+    with pytest.raises(TargetError, match=r"eos id 300 .* outside its vocabulary of 300"):
+        run(folder, capture=never)
+
+
 def test_deleted_receipt_is_captured_again(finished):
     before = contents(finished / "store")
     (finished / "store" / "receipts" / "000001.json").unlink()

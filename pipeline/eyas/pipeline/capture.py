@@ -34,7 +34,7 @@ from eyas.pipeline.errors import TargetError
 from eyas.pipeline.journal import MAX_DEATHS, AttemptJournal, RunFolder
 from eyas.pipeline.projection import project
 
-__all__ = ["CaptureTask", "ShardCapture", "batches"]
+__all__ = ["CaptureTask", "ShardCapture", "batches", "known_provenance", "to_numpy"]
 
 _log = logging.getLogger(__name__)
 MAX_PADDING = 0.05
@@ -206,16 +206,20 @@ class ShardCapture:
         device = torch.device(self.task.engine.device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         incidents = {"restarts_after_out_of_memory": str(restarts)} if restarts else {}
-        return {
-            "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
-            "device": f"{device.type} {name} {torch.backends.cpu.get_cpu_capability()}",
-            "engine": self.task.engine.engine,
-            "attention": self.task.engine.attention,
-            "threads": str(self.task.engine.threads),
-            "batch_tokens": str(budget),
-            **incidents,
-        }
+        settings = known_provenance(self.task) | {"batch_tokens": str(budget)}
+        return settings | {"device": f"{device.type} {name} {torch.backends.cpu.get_cpu_capability()}"} | incidents
+
+
+def known_provenance(task: CaptureTask) -> dict[str, str]:
+    """Return what is known before capture of the things that move bits without changing a store's identity."""
+    return {
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "engine": task.engine.engine,
+        "attention": task.engine.attention,
+        "threads": str(task.engine.threads),
+        "batch_tokens": str(task.batch_tokens),
+    }
 
 
 def batches(lengths: Sequence[int], budget: int, *, alone: Any = ()) -> Iterator[list[int]]:

@@ -28,12 +28,12 @@ from eyas.cache_format.report import Report
 from eyas.cache_format.schema import FORMAT_VERSION, check_aux_layer_outputs, default_aux_layer_outputs, store_fields
 from eyas.cache_format.tables import bytes_text
 from eyas.cache_format.writer import StoreLock, complete_store, create_store, open_for_resume, pending_shards
-from eyas.pipeline.capture import CaptureTask
+from eyas.pipeline.capture import CaptureTask, known_provenance
 from eyas.pipeline.chat import ChatEncoder
 from eyas.pipeline.cluster import capture_on_ray
 from eyas.pipeline.config import PrecomputeConfig
 from eyas.pipeline.engine import EngineConfig
-from eyas.pipeline.errors import CaptureError
+from eyas.pipeline.errors import CaptureError, TargetError
 from eyas.pipeline.journal import RunFolder
 from eyas.pipeline.plan import PlannedData, plan_capture
 from eyas.pipeline.progress import Progress
@@ -97,6 +97,11 @@ def _plan(config: PrecomputeConfig, target: TargetFolder) -> tuple[PlannedData, 
             list(target.eos_ids),
         )
     vocab_size = int(target.config.vocab_size)
+    beyond = [i for i in target.eos_ids if i >= vocab_size]
+    if beyond:
+        raise TargetError(
+            f"eos id {beyond[0]} of {target.path} is outside its vocabulary of {vocab_size}; repair the config"
+        )
     return plan_capture(config, encoder, vocab_size=vocab_size, always_keep=[*target.eos_ids, *end_of_turn]), encoder
 
 
@@ -191,8 +196,8 @@ def _create(root: Path, target: TargetFolder, identity: Identity, encoder: ChatE
         config=target.config_json,
         generation_config=target.generation_config,
         tensors=target.frozen_tensors(identity.target.dtype),
-        token_bytes=table,
-        special=special,
+        token_bytes=table[: identity.target.vocab_size],
+        special=special[: identity.target.vocab_size],
         copy_files=target.tokenizer_files(),
     )
     provenance = {"python": platform.python_version(), "target": str(target.path), "host_cpus": str(os.cpu_count())}
@@ -235,6 +240,7 @@ def _capture(
     run = RunFolder(running / f"run-{os.urandom(4).hex()}")
     run.path.mkdir(parents=True)
     task = _task(root, config, target, identity, run)
+    _warn_about_provenance(root, task, set(range(data.plan.num_shards)) - set(pending))
     tokens = {shard: int(data.plan.length[data.plan.shard_slice(shard)].sum(dtype=np.int64)) for shard in pending}
     tally = _Tally()
     records = capture(
@@ -251,6 +257,18 @@ def _capture(
         remove_tree(running)
     if tally.stopped:
         raise CaptureError(f"stopped with {tally.stopped} shards pending; run the same command again to go on")
+
+
+def _warn_about_provenance(root: Path, task: CaptureTask, committed: set[int]) -> None:
+    """Say what the new shards will be captured with that the committed ones were not."""
+    if not committed:
+        return
+    old, new = load_receipt(StorePaths(root), min(committed)).provenance, known_provenance(task)
+    found = ", ".join(
+        f"{name} {old.get(name)} then, {value} now" for name, value in new.items() if old.get(name) != value
+    )
+    if found:
+        _log.warning("committed shards were captured otherwise (%s): rows agree within rounding, not to the bit", found)
 
 
 def _task(
