@@ -101,6 +101,43 @@ def test_torn_gzip_stops_with_file_and_line(tmp_path):
         read(tmp_path / "a.jsonl")
 
 
+def test_damage_inside_a_gzip_stream_stops_with_the_file(tmp_path):
+    packed = bytearray(gzip.compress((json.dumps(GOOD) + "\n").encode() * 500))
+    packed[60] ^= 0xFF
+    path = tmp_path / "chats.jsonl.gz"
+    path.write_bytes(packed)
+    with pytest.raises(DataError, match=r"chats\.jsonl\.gz cannot be read"):
+        read(path)
+
+
+def test_hostile_values_drop_their_own_row_and_no_other(tmp_path):
+    half = "\\ud83d"  # as JSON text: an escape that decodes to half a character
+    lines = [
+        '{"id": ' + "9" * 5000 + "}",
+        '{"messages": [{"role": ["user"], "content": "x"}, {"role": "assistant", "content": "y"}]}',
+        '{"messages": [{"role": {"a": 1}, "content": "x"}, {"role": "assistant", "content": "y"}]}',
+        '{"messages": [{"role": "\\u001b[2J' + half + '", "content": "x"}]}',
+        '{"messages": [{"role": "' + "r" * 99 + '", "content": "x"}]}',
+        f'{{"id": "{half}", {json.dumps(GOOD)[1:]}',
+        f'{{"tools": [{{"name": "{half}"}}], {json.dumps(GOOD)[1:]}',
+        f'{{"tools": "{"[" * 9999}", {json.dumps(GOOD)[1:]}',
+        json.dumps(GOOD),
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(lines))
+    assert reasons(read(path)) == [
+        "bad_json",
+        "unknown_role:['user']",
+        "unknown_role:{'a': 1}",
+        r"unknown_role:\x1b[2J\ud83d",
+        "unknown_role:" + "r" * 32,
+        "lone_surrogate",
+        "lone_surrogate",
+        "tools_not_json",
+        "kept",
+    ]
+
+
 def test_sharegpt_roles_are_mapped_by_a_list_and_strangers_are_counted(write_jsonl):
     turns = [
         {"from": "system", "value": "s"},

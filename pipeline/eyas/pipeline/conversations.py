@@ -7,6 +7,7 @@ neither a byte order mark, nor U+2028, nor one broken line touches its neighbour
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 line = line.removeprefix(_BOM) if number == 0 else line
                 if line.strip():
                     yield number, _decode_line(line)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read past line {number + 1} ({error}); repair the file") from error
 
 
@@ -146,7 +147,7 @@ def _decode_line(line: bytes) -> Any:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         return _BadRow("not_utf8")
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # also a number of thousands of digits
         return _BadRow("bad_json")
 
 
@@ -205,14 +206,12 @@ def _parse(source: str, row_number: int, row: Any) -> Conversation:
         raise row
     if not isinstance(row, dict):
         raise _BadRow("not_an_object")
-    messages = _messages(row)
-    _check_encodable(messages)
+    messages, tools = _messages(row), _tools(row)
+    _check_encodable([messages, tools])
+    conversation_id = _conversation_id(row, messages)
+    _check_encodable(conversation_id)
     return Conversation(
-        source=source,
-        source_row=row_number,
-        conversation_id=_conversation_id(row, messages),
-        messages=messages,
-        tools=_tools(row),
+        source=source, source_row=row_number, conversation_id=conversation_id, messages=messages, tools=tools
     )
 
 
@@ -221,7 +220,7 @@ def _tools(row: dict[str, Any]) -> list[Any] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise _BadRow("tools_not_json") from None
     if tools is not None and not isinstance(tools, list):
         raise _BadRow("tools_not_a_list")
@@ -257,15 +256,20 @@ def _message(turn: dict[str, Any]) -> dict[str, Any]:
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         message = {"role": role, "content": turn.get("value"), **rest}
         if role is None:
-            raise _BadRow(f"unknown_role:{turn['from']}")
+            raise _unknown_role(turn["from"])
     else:
         raise _BadRow("message_without_role")
-    if role not in OPENAI_ROLES:
-        raise _BadRow(f"unknown_role:{role}")
+    if not isinstance(role, str) or role not in OPENAI_ROLES:
+        raise _unknown_role(role)
     message["content"] = _content(message)
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
     return message
+
+
+def _unknown_role(role: Any) -> _BadRow:
+    """The role goes into logs and books: short, and escaped unless it is plain text."""
+    return _BadRow(f"unknown_role:{ascii(str(role)[:32])[1:-1]}")
 
 
 def _content(message: dict[str, Any]) -> str:
@@ -293,17 +297,17 @@ def _tool_call(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"])
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _check_encodable(messages: list[dict[str, Any]]) -> None:
+def _check_encodable(value: Any) -> None:
     try:
-        json.dumps(messages, ensure_ascii=False).encode("utf-8")
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise _BadRow("lone_surrogate") from None  # no tokenizer can encode half a character
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise _BadRow("message_not_json") from None
 
 
