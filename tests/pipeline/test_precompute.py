@@ -445,6 +445,8 @@ def test_target_too_shallow_for_the_default_layers_asks_for_explicit_ones(folder
         {"draft_vocab_size": 0},
         {"batch_tokens": -1},
         {"template_switches": ("enable_thinking=maybe",)},
+        {"template_switches": ("a=1", "a=2")},
+        {"template_switches": ("=1",)},
         {"stall_timeout": 0.0},
         {"max_quarantine": -0.1},
     ],

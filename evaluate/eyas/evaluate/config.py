@@ -3,12 +3,12 @@
 A default lives here and nowhere else.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from eyas.cache_format.errors import ConfigError
+from eyas.pipeline.config import parse_switches
 
 __all__ = ["EvaluateConfig"]
 
@@ -65,21 +65,7 @@ class EvaluateConfig:
         for name in ("limit", "threads"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"--{name} is {value}; expected 1 or more")
-        self.switches()
-
-    def switches(self) -> dict[str, Any]:
-        """Return the template switches as a dict.
-
-        Raises:
-            ConfigError: an entry is not NAME=JSON.
-        """
-        pairs = [entry.partition("=") for entry in self.template_switches]
-        try:
-            return {name: json.loads(value) for name, _, value in pairs}
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"--template-switches is {list(self.template_switches)}; expected NAME=JSON, as enable_thinking=false"
-            ) from error
+        parse_switches(self.template_switches)
 
 
 def _require(holds: bool, message: str) -> None:

@@ -24,6 +24,7 @@ from eyas.evaluate.equality import Divergence, Verdict, find_divergences
 from eyas.evaluate.prompts import Prompt, PromptSet, read_prompts
 from eyas.evaluate.results import Evaluation, PromptResult, Setting
 from eyas.evaluate.target import DecodingTarget, load_target
+from eyas.pipeline.config import parse_switches
 from eyas.pipeline.target_folder import TargetFolder, open_target
 
 __all__ = ["evaluate"]
@@ -47,7 +48,7 @@ def evaluate(config: EvaluateConfig) -> Report:
     prompts = read_prompts(
         config.prompts,
         tokenizer,
-        switches=config.switches(),
+        switches=parse_switches(config.template_switches),
         longest=int(folder.config.max_position_embeddings) - config.max_new_tokens - config.depth,
         split=config.split,
         limit=config.limit,

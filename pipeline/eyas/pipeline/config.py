@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from eyas.cache_format.errors import ConfigError
 from eyas.cache_format.schema import DEFAULT_SUPERVISION, Supervision
 
-__all__ = ["DEFAULT_DRAFT_VOCAB_SIZE", "PrecomputeConfig"]
+__all__ = ["DEFAULT_DRAFT_VOCAB_SIZE", "PrecomputeConfig", "parse_switches"]
 
 DEFAULT_DRAFT_VOCAB_SIZE = 32_000
 """Draft vocabulary when none is named, capped at the target's: the size EAGLE-3 drafts are commonly served with."""
@@ -108,21 +108,26 @@ class PrecomputeConfig:
         for name in ("topk", "chunk_bytes", "shard_tokens", "num_actors", "threads_per_actor"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
         _require(self.stall_timeout > 0, f"stall_timeout must be positive, found {self.stall_timeout}")
-        self.switches()
+        parse_switches(self.template_switches)
 
-    def switches(self) -> dict[str, Any]:
-        """Return the template switches as a dict.
 
-        Raises:
-            ConfigError: an entry is not NAME=JSON.
-        """
-        pairs = [entry.partition("=") for entry in self.template_switches]
-        try:
-            return {name: json.loads(value) for name, _, value in sorted(pairs)}
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"template_switches: expected NAME=JSON such as enable_thinking=false, found {self.template_switches}"
-            ) from error
+def parse_switches(entries: tuple[str, ...]) -> dict[str, Any]:
+    """Return the `--template-switches` of a command as variables for the chat template, by name.
+
+    Raises:
+        ConfigError: an entry is not NAME=JSON, or a name comes twice.
+    """
+    pairs = [entry.partition("=") for entry in sorted(entries)]
+    names = [name for name, _, _ in pairs]
+    try:
+        values = {name: json.loads(value) for name, _, value in pairs}
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"--template-switches is {list(entries)}; expected NAME=JSON, as enable_thinking=false"
+        ) from error
+    if "" in names or len(values) != len(names):
+        raise ConfigError(f"--template-switches is {list(entries)}; expected every entry to have a name of its own")
+    return values
 
 
 def _require(claim: bool, message: str) -> None:

@@ -31,7 +31,7 @@ from eyas.cache_format.writer import StoreLock, complete_store, create_store, op
 from eyas.pipeline.capture import CaptureTask, known_provenance
 from eyas.pipeline.chat import ChatEncoder
 from eyas.pipeline.cluster import capture_on_ray
-from eyas.pipeline.config import PrecomputeConfig
+from eyas.pipeline.config import PrecomputeConfig, parse_switches
 from eyas.pipeline.engine import EngineConfig
 from eyas.pipeline.errors import CaptureError, TargetError
 from eyas.pipeline.journal import RunFolder
@@ -88,7 +88,7 @@ def _plan(config: PrecomputeConfig, target: TargetFolder) -> tuple[PlannedData, 
     longest = getattr(target.config, "max_position_embeddings", None)
     if longest is not None and config.max_length > longest:
         raise ConfigError(f"max_length {config.max_length} exceeds the {longest} positions of {target.name}")
-    encoder = ChatEncoder(target.tokenizer(), eos_ids=target.eos_ids, switches=config.switches())
+    encoder = ChatEncoder(target.tokenizer(), eos_ids=target.eos_ids, switches=parse_switches(config.template_switches))
     end_of_turn = encoder.probe()
     if not set(end_of_turn) & set(target.eos_ids):
         _log.warning(
@@ -174,7 +174,7 @@ def _identity(config: PrecomputeConfig, target: TargetFolder, encoder: ChatEncod
         plan_digest=data.plan.digest,
         tokenizer_digest=target.tokenizer_digest(),
         template_digest=digest_parts([encoder.template]),
-        template_switches=config.switches(),
+        template_switches=parse_switches(config.template_switches),
         target=target.identity(target.dtype(config.dtype)),
         logit_transform=target.logit_transform,
         embedding_multiplier=target.embedding_multiplier,
