@@ -3,6 +3,8 @@
 import gzip
 import json
 
+import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -207,6 +209,30 @@ def test_parquet_rows_lose_the_null_keys_of_the_schema(tmp_path):
     assert first.messages == [USER, ANSWER]
     assert second.messages == [USER, {**ANSWER, "name": "eyas"}]
     assert empty.reason == "no_messages"
+
+
+def test_parquet_text_that_is_not_utf8_drops_its_own_row(tmp_path):
+    offsets = pa.py_buffer(np.array([0, 2, 4], np.int32).tobytes())
+    ids = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"\xff\xfeok")])
+    pq.write_table(pa.table({"id": ids, "messages": pa.array([GOOD["messages"]] * 2)}), tmp_path / "chats.parquet")
+    assert reasons(read(tmp_path / "chats.parquet")) == ["not_utf8", "kept"]
+
+
+def test_parquet_damaged_inside_stops_with_file_and_row(tmp_path):
+    path = tmp_path / "chats.parquet"
+    pq.write_table(pa.table({"messages": pa.array([GOOD["messages"]] * 600)}), path, compression="none")
+    damaged = bytearray(path.read_bytes())
+    damaged[10:18] = b"\xff" * 8
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"chats\.parquet cannot be read as Parquet past row 0"):
+        read(path)
+
+
+def test_hub_id_is_loaded_by_its_whole_name(monkeypatch):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or [GOOD])
+    assert reasons(read("some-org/some-chats", split="test")) == ["kept"]
+    assert asked == [("some-org/some-chats", "test")]
 
 
 def test_saved_dataset_gives_the_same_rows_as_jsonl(tmp_path, write_jsonl):

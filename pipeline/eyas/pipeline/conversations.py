@@ -88,8 +88,8 @@ def read_conversations(sources: tuple[str, ...], *, split: str = "train") -> Ite
     """
     files = [entry for source in sources for entry in source_files(source)]
     names = _short_names([name for name, _ in files])
-    for (_, path), name in zip(files, names, strict=True):
-        for row_number, row in _rows(path if path is not None else name, split):
+    for (source, path), name in zip(files, names, strict=True):
+        for row_number, row in _rows(path if path is not None else source, split):
             yield parse_row(name, row_number, row)
 
 
@@ -155,15 +155,24 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        file = pq.ParquetFile(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path} cannot be read as Parquet ({error})") from error
     number = 0
-    for batch in file.iter_batches(batch_size=256):
-        for row in batch.to_pylist():
-            yield number, _without_null_keys(row)
-            number += 1
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
+            for row in _plain_rows(batch):
+                yield number, row
+                number += 1
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as Parquet past row {number} ({error}); repair the file") from error
+
+
+def _plain_rows(batch: Any) -> list[Any]:
+    """Return the rows of an Arrow batch as plain values; Parquet promises UTF-8, but nothing checks it."""
+    try:
+        return [_without_null_keys(row) for row in batch.to_pylist()]
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return [_BadRow("not_utf8")]
+        return [row for index in range(batch.num_rows) for row in _plain_rows(batch.slice(index, 1))]
 
 
 def _dataset_rows(path: Path | str, split: str) -> Iterator[tuple[int, Any]]:
