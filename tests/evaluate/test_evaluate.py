@@ -130,3 +130,8 @@ def test_values_out_of_range_are_refused(settings, change):
 def test_threads_are_those_asked_for(settings):
     evaluate(EvaluateConfig(**settings | {"limit": 1}))
     assert torch.get_num_threads() == 1
+
+
+def test_answers_that_leave_no_room_for_a_prompt_are_refused(settings):
+    with pytest.raises(ConfigError, match=r"--max-new-tokens 2045 and --depth 3 leave no room .* 2048 positions"):
+        evaluate(EvaluateConfig(**settings | {"max_new_tokens": 2045}))

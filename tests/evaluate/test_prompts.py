@@ -18,8 +18,9 @@ def write(path, *rows):
     return (str(path),)
 
 
-def read(sources, *, tokenizer=None, longest=500, **settings):
-    return read_prompts(sources, tokenizer or make_tokenizer(), switches={}, longest=longest, **settings)
+def read(sources, *, tokenizer=None, longest=500, switches=None, **settings):
+    encoder = ChatEncoder(tokenizer or make_tokenizer(), eos_ids=[2], switches=switches)
+    return read_prompts(sources, encoder, longest=longest, **settings)
 
 
 @pytest.mark.parametrize("template", [None, CHATML_GENERATION, CHATML_THINKING])
@@ -44,11 +45,29 @@ def test_later_answers_are_cut_and_earlier_ones_are_history(tmp_path):
     assert text.endswith("four<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize("template", [None, CHATML_GENERATION, CHATML_THINKING])
+def test_a_prompt_is_what_the_tokenizer_itself_prints(tmp_path, template):
+    sources = (str(make_chats(tmp_path / "chats.jsonl", 6)),)
+    tokenizer = make_tokenizer(template) if template else make_tokenizer()
+    for chat, prompt in zip(read_conversations(sources), read(sources, tokenizer=tokenizer).prompts, strict=True):
+        text = tokenizer.apply_chat_template(chat.messages[:-1], add_generation_prompt=True, tokenize=False)
+        assert prompt.input_ids == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_questions_that_nobody_has_answered_are_prompts(tmp_path):
+    rows = [{"id": "one", "messages": [USER]}, {"id": "two", "conversations": [{"from": "human", "value": "hi"}]}]
+    sources = write(tmp_path / "a.jsonl", *rows)
+    prompts = read(sources).prompts
+    assert [prompt.prompt_id for prompt in prompts] == ["one", "two"]
+    assert make_tokenizer().decode(prompts[1].input_ids).endswith("hi<|im_end|>\n<|im_start|>assistant\n")
+    assert [row.reason for row in read_conversations(sources)] == ["no_assistant_turn"] * 2
+
+
 def test_switches_reach_the_template(tmp_path):
     tokenizer = make_tokenizer("{{ messages[0]['content'] }}{% if loud %}!{% endif %}")
     sources = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]})
     texts = [
-        tokenizer.decode(read_prompts(sources, tokenizer, switches=s, longest=99).prompts[0].input_ids)
+        tokenizer.decode(read(sources, tokenizer=tokenizer, switches=s).prompts[0].input_ids)
         for s in ({}, {"loud": True})
     ]
     assert texts == ["one two", "one two!"]

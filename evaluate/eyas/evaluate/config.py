@@ -26,7 +26,8 @@ class EvaluateConfig:
     """Draft: a folder that `eyas export` wrote."""
     prompts: tuple[str, ...]
     """Chats in the formats of `eyas precompute`, read in order. A prompt is a chat up to its last user turn, as the
-    target's template renders it with the generation prompt; earlier turns are the history as given."""
+    target's template renders it with the generation prompt; earlier turns are the history as given, and an answer
+    behind it is not needed."""
     revision: str | None = None
     """Hub revision of the target."""
     split: str = "train"

@@ -7,6 +7,7 @@ acceptance length, acceptance by position, speed, equality -> text and JSON
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from eyas.cache_format.errors import ConfigError
 from eyas.cache_format.layout import replace_file
 from eyas.cache_format.report import Report
 from eyas.evaluate.config import EvaluateConfig
@@ -24,6 +26,7 @@ from eyas.evaluate.equality import Divergence, Verdict, find_divergences
 from eyas.evaluate.prompts import Prompt, PromptSet, read_prompts
 from eyas.evaluate.results import Evaluation, PromptResult, Setting
 from eyas.evaluate.target import DecodingTarget, load_target
+from eyas.pipeline.chat import ChatEncoder
 from eyas.pipeline.config import parse_switches
 from eyas.pipeline.target_folder import TargetFolder, open_target
 
@@ -40,6 +43,7 @@ def evaluate(config: EvaluateConfig) -> Report:
     Raises:
         TargetError: the target cannot be opened or loaded.
         DraftError: the draft is no exported draft, or belongs to another target.
+        ConfigError: answers as long as asked for leave no room for a prompt.
         DataError, PromptError: the prompt files cannot be read, or hold nothing to decode.
     """
     folder = open_target(config.target, config.revision)
@@ -47,9 +51,8 @@ def evaluate(config: EvaluateConfig) -> Report:
     tokenizer = folder.tokenizer()
     prompts = read_prompts(
         config.prompts,
-        tokenizer,
-        switches=parse_switches(config.template_switches),
-        longest=int(folder.config.max_position_embeddings) - config.max_new_tokens - config.depth,
+        ChatEncoder(tokenizer, eos_ids=folder.eos_ids, switches=parse_switches(config.template_switches)),
+        longest=_longest_prompt(folder, config),
         split=config.split,
         limit=config.limit,
     )
@@ -62,6 +65,18 @@ def evaluate(config: EvaluateConfig) -> Report:
     if config.out is not None:
         replace_file(config.out, json.dumps(evaluation.as_dict(), indent=1).encode() + b"\n")
     return Report(evaluation.text(), evaluation.exit_code)
+
+
+def _longest_prompt(folder: TargetFolder, config: EvaluateConfig) -> int:
+    """Return how many tokens a prompt may have so that the answer and the last drafted chain fit behind it."""
+    positions = int(getattr(folder.config, "max_position_embeddings", sys.maxsize))
+    longest = positions - config.max_new_tokens - config.depth
+    if longest < 1:
+        raise ConfigError(
+            f"--max-new-tokens {config.max_new_tokens} and --depth {config.depth} leave no room for a prompt in the "
+            f"{positions} positions of {folder.path}; choose smaller ones"
+        )
+    return longest
 
 
 class _Session:

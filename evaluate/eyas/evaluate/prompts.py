@@ -3,11 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from jinja2 import TemplateError
 
 from eyas.evaluate.errors import PromptError
+from eyas.pipeline.chat import ChatEncoder, ChatRefused
 from eyas.pipeline.conversations import Conversation, Dropped, read_conversations
 
 __all__ = ["Prompt", "PromptSet", "read_prompts"]
@@ -40,14 +38,13 @@ class _Unusable(Exception):
 
 def read_prompts(
     sources: tuple[str, ...],
-    tokenizer: Any,
+    encoder: ChatEncoder,
     *,
-    switches: Mapping[str, Any],
     longest: int,
     split: str = "train",
     limit: int | None = None,
 ) -> PromptSet:
-    """Read the first `limit` prompts (None: all) of at most `longest` tokens.
+    """Read the first `limit` prompts (None: all) of at most `longest` tokens, each rendered by `encoder`.
 
     Raises:
         DataError: a source cannot be opened.
@@ -55,7 +52,7 @@ def read_prompts(
     """
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
-    for outcome in _outcomes(sources, tokenizer, switches, longest, split):
+    for outcome in _outcomes(sources, encoder, longest, split):
         if isinstance(outcome, Prompt):
             prompts.append(outcome)
         else:
@@ -71,32 +68,24 @@ def read_prompts(
     return PromptSet(tuple(prompts), len(prompts) + dropped.total(), dict(dropped))
 
 
-def _outcomes(
-    sources: tuple[str, ...], tokenizer: Any, switches: Mapping[str, Any], longest: int, split: str
-) -> Iterator[Prompt | str]:
+def _outcomes(sources: tuple[str, ...], encoder: ChatEncoder, longest: int, split: str) -> Iterator[Prompt | str]:
     """Yield the prompt of each row, or the reason it has none."""
-    for row in read_conversations(sources, split=split):
+    for row in read_conversations(sources, split=split, need_answer=False):
         if isinstance(row, Dropped):
             yield row.reason
             continue
         try:
-            yield Prompt(row.conversation_id, row.where, _render(row, tokenizer, switches, longest))
-        except _Unusable as reason:
+            yield Prompt(row.conversation_id, row.where, _prompt_ids(row, encoder, longest))
+        except (_Unusable, ChatRefused) as reason:
             yield str(reason)
 
 
-def _render(chat: Conversation, tokenizer: Any, switches: Mapping[str, Any], longest: int) -> tuple[int, ...]:
-    """Return the ids of a chat up to its last user turn, with the generation prompt and nothing that it lacks."""
+def _prompt_ids(chat: Conversation, encoder: ChatEncoder, longest: int) -> tuple[int, ...]:
+    """Return the ids of a chat up to its last user turn, with the generation prompt."""
     users = [index for index, message in enumerate(chat.messages) if message["role"] == "user"]
     if not users:
         raise _Unusable("no_user_turn")
-    try:
-        text = tokenizer.apply_chat_template(
-            chat.messages[: users[-1] + 1], tools=chat.tools, add_generation_prompt=True, tokenize=False, **switches
-        )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:  # what templates raise to refuse a chat
-        raise _Unusable(f"template_refused:{type(error).__name__}") from error
-    ids = tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    ids = tuple(encoder.prompt(chat, users[-1] + 1))
     if not ids or len(ids) > longest:
         raise _Unusable("too_long" if ids else "empty_prompt")
     return ids

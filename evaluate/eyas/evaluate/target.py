@@ -51,10 +51,9 @@ class DecodingTarget(HfEngine):
 
     def forward(self, ids: Int[Tensor, " n"], cache: DynamicCache, *, logit_rows: int) -> TargetStep:
         """Append n tokens to the cache; project only the last `logit_rows` of them."""
-        self._captured.clear()
-        output = self.backbone(input_ids=ids[None], use_cache=True, **{self._cache_name: cache})
-        logits = self.head.logits(output.last_hidden_state[0, -logit_rows:])
-        return TargetStep(logits, tuple(self._captured[index][0] for index in self.config.aux_layer_outputs))
+        last, states = self.run_backbone(input_ids=ids[None], use_cache=True, **{self._cache_name: cache})
+        logits = self.head.logits(last[0, -logit_rows:])
+        return TargetStep(logits, tuple(state[0] for state in states))
 
 
 def roll_back(cache: DynamicCache, count: int) -> None:

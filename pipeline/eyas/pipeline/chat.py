@@ -92,6 +92,14 @@ class ChatEncoder:
             return [self._sample(chat, len(chat.messages), whole, _union(whole.ids, masked))]
         return [self._sample(chat, turn + 1, *pair) for turn, pair in zip(turns, masked, strict=True)]
 
+    def prompt(self, chat: Conversation, count: int) -> list[int]:
+        """Return the ids that a server hands to the target after the first `count` turns: what an answer follows.
+
+        Raises:
+            ChatRefused: the template refuses the conversation.
+        """
+        return self._render(chat, count, generation_prompt=True).ids
+
     def notes(self, chat: Conversation) -> list[str]:
         """Return what a user should know about a conversation that is kept, by the names used in the books."""
         found = []

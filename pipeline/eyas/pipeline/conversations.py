@@ -78,10 +78,17 @@ class _BadRow(Exception):
     """The reason for which a row is dropped; never leaves this module."""
 
 
-def read_conversations(sources: tuple[str, ...], *, split: str = "train") -> Iterator[Conversation | Dropped]:
+def read_conversations(
+    sources: tuple[str, ...], *, split: str = "train", need_answer: bool = True
+) -> Iterator[Conversation | Dropped]:
     """Yield one outcome for every row of every source, in order.
 
     A row number counts the rows of its source from 0; in JSONL it is the line number, blank lines included.
+
+    Args:
+        sources: files, folders, `datasets` folders or hub ids.
+        split: split to read of a `datasets` source.
+        need_answer: drop a row without an assistant turn; False reads prompts that nobody has answered yet.
 
     Raises:
         DataError: a source does not exist or cannot be opened.
@@ -90,7 +97,7 @@ def read_conversations(sources: tuple[str, ...], *, split: str = "train") -> Ite
     names = _short_names([name for name, _ in files])
     for (source, path), name in zip(files, names, strict=True):
         for row_number, row in _rows(path if path is not None else source, split):
-            yield parse_row(name, row_number, row)
+            yield parse_row(name, row_number, row, need_answer=need_answer)
 
 
 def source_files(source: str) -> list[tuple[str, Path | None]]:
@@ -202,20 +209,23 @@ def _without_null_keys(value: Any) -> Any:
     return value
 
 
-def parse_row(source: str, row_number: int, row: Any) -> Conversation | Dropped:
+def parse_row(source: str, row_number: int, row: Any, *, need_answer: bool = True) -> Conversation | Dropped:
     """Return the conversation of one decoded row, or why there is none."""
     try:
-        return _parse(source, row_number, row)
+        return _parse(source, row_number, row, need_answer=need_answer)
     except _BadRow as bad:
         return Dropped(source=source, source_row=row_number, reason=str(bad))
 
 
-def _parse(source: str, row_number: int, row: Any) -> Conversation:
+def _parse(source: str, row_number: int, row: Any, *, need_answer: bool) -> Conversation:
     if isinstance(row, _BadRow):
         raise row
     if not isinstance(row, dict):
         raise _BadRow("not_an_object")
     messages, tools = _messages(row), _tools(row)
+    roles = {message["role"] for message in messages}
+    if need_answer and "assistant" not in roles:
+        raise _BadRow("system_only" if roles <= {"system", "developer"} else "no_assistant_turn")
     _check_encodable([messages, tools])
     conversation_id = _conversation_id(row, messages)
     _check_encodable(conversation_id)
@@ -249,11 +259,7 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
         raise _BadRow("empty_messages")
     if not all(isinstance(turn, dict) for turn in turns):
         raise _BadRow("message_not_an_object")
-    messages = [_message(turn) for turn in turns]
-    roles = {message["role"] for message in messages}
-    if "assistant" not in roles:
-        raise _BadRow("system_only" if roles <= {"system", "developer"} else "no_assistant_turn")
-    return messages
+    return [_message(turn) for turn in turns]
 
 
 def _message(turn: dict[str, Any]) -> dict[str, Any]:

@@ -85,18 +85,29 @@ class HfEngine:
                     "tokenizer and model do not belong together"
                 )
 
-    def _forward(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def _forward(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the final-norm state and the captured layers, [B, T, H] each. No logits are computed."""
+        return self.run_backbone(input_ids=ids, attention_mask=mask, use_cache=False)
+
+    def run_backbone(self, **inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the model below its head; return the final-norm state and every captured layer, [B, T, H] each.
+
+        Raises:
+            TargetError: a captured layer gave nothing, or another shape than the final norm.
+        """
         self._captured.clear()
-        output = self.backbone(input_ids=ids, attention_mask=mask, use_cache=False)
+        output = self.backbone(**inputs)
         last = output[0] if isinstance(output, tuple) else output.last_hidden_state
         aux = [self._captured.get(index) for index in self.config.aux_layer_outputs]
         self._captured.clear()
         for index, state in zip(self.config.aux_layer_outputs, aux, strict=True):
             if state is None or state.shape != last.shape:
                 found = "nothing" if state is None else f"shape {tuple(state.shape)}"
-                raise TargetError(f"layer {index} gave {found}, the final norm {tuple(last.shape)}")
-        return last, [state for state in aux if state is not None]
+                raise TargetError(
+                    f"layer {index} of {type(self.model).__name__} gave {found}, the final norm {tuple(last.shape)}; "
+                    "this structure is not supported"
+                )
+        return last, tuple(state for state in aux if state is not None)
 
     @torch.inference_mode()
     def check(self, row: np.ndarray) -> None:
