@@ -1,7 +1,7 @@
 """Bytes per real token, field by field, against raw bf16 and against what padded caches of the field write.
 
 `raw`        hidden-state fields as stored over raw bf16 rows of the real tokens (limit 1.0 with the raw codec)
-`nemo`       whole store over NeMo AutoModel's EAGLE-3 cache of the same chats (dense fp32 probabilities over W 8192,
+`nemo`       whole store over NeMo AutoModel's EAGLE-3 cache of the same chats (dense bf16 probabilities over W 8192,
              three bf16 layers and int64 ids and masks, padded to 2048); `nemo_512` when padded to 512
 `specforge`  whole store over padded hidden-state files (four bf16 states, int64 ids and masks, padded to 2048)
 
@@ -44,7 +44,7 @@ def main() -> None:
     lengths = reader.plan.length[reader.available]
     states = [f for f in summary.fields if f.name.startswith(("aux_hidden_states", "last_hidden_state"))]
     raw = 2 * hidden * len(states) * summary.tokens
-    nemo = {w: padded_tokens(lengths, w) * (3 * hidden * 2 + 8192 * 4 + BOOKKEEPING) for w in (2048, 512)}
+    nemo = {w: padded_tokens(lengths, w) * (3 * hidden * 2 + 8192 * 2 + BOOKKEEPING) for w in (2048, 512)}
     specforge = padded_tokens(lengths, 2048) * (4 * hidden * 2 + BOOKKEEPING)
     ratios = {
         "raw": sum(f.stored_bytes for f in states) / raw,

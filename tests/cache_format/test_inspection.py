@@ -126,7 +126,9 @@ def test_the_target_s_tensors_read_back_in_their_dtype(tmp_path: Path) -> None:
     assert reader.target.generation_config == {"eos_token_id": 2}
 
 
-def test_estimate_prints_both_tables() -> None:
-    text = estimate(EstimateConfig(hidden_size=576)).text
-    assert "aux_hidden_states" in text
-    assert "Llama-3.1-8B" in text
+def test_the_readme_s_sizing_table_is_what_estimate_prints() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = readme.split("<!-- eyas estimate -->\n```\n")[1].split("```")[0]
+    by_field, known = estimate(EstimateConfig()).text.split("\n\n")
+    assert known.strip() == shown.strip()
+    assert "aux_hidden_states" in by_field
