@@ -1,6 +1,8 @@
 """Runs in a venv with vLLM, not ours: greedy chain speculation over given prompt ids; prints one JSON line.
 
-python vllm_chain.py SPEC.json     SPEC: {"target", "draft", "depth", "max_new_tokens", "prompts": [[ids]], "eos": [ids]}
+    python vllm_chain.py SPEC.json
+
+SPEC.json: {"target", "draft", "depth", "max_new_tokens", "prompts": [[id, ...], ...], "eos": [id, ...]}
 """
 
 import json
