@@ -1,6 +1,8 @@
 """Committing: receipts are created once, attempts never meet, and nothing that cannot be read back is written."""
 
+import errno
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from eyas.cache_format.errors import (
     StoreLockedError,
     StoreNotFoundError,
 )
-from eyas.cache_format.layout import create_once, replace_file, translate_disk_full
+from eyas.cache_format.layout import create_once, remove_tree, replace_file, translate_disk_full
 from eyas.cache_format.manifest import load_manifest
 from eyas.cache_format.plan import read_plan
 from eyas.cache_format.reader import StoreReader
@@ -236,7 +238,10 @@ def test_a_new_folder_and_a_plan_that_was_cut_short_can_be_written(tmp_path: Pat
     for name in ("manifest.json", "receipts/000000.json", "receipts/000001.json"):
         (root / name).unlink()
     (root / "receipts").rmdir()
-    assert open_for_resume(root) is None
+    with pytest.raises(StoreError, match=r"plan\.arrow"):  # no run was ever here: somebody else's folder
+        open_for_resume(root)
+    with StoreLock(root):
+        assert open_for_resume(root) is None
 
 
 def test_the_manifest_is_created_once(tmp_path: Path) -> None:
@@ -251,3 +256,19 @@ def test_opening_something_else_says_so(tmp_path: Path) -> None:
         StoreReader(tmp_path)
     with pytest.raises(StoreNotFoundError, match="holds no store"):
         StoreReader(tmp_path / "nowhere")
+
+
+def test_a_folder_that_a_writer_still_fills_is_deleted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "attempt").mkdir()
+    rmtree, calls = shutil.rmtree, []
+
+    def late_writer(folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) < 3:
+            raise OSError(errno.ENOTEMPTY if len(calls) == 1 else errno.ENOENT, "changed meanwhile", str(folder))
+        rmtree(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", late_writer)
+    remove_tree(tmp_path / "attempt")
+    assert (len(calls), (tmp_path / "attempt").exists()) == (3, False)
+    remove_tree(tmp_path / "never there")

@@ -18,6 +18,9 @@ __all__ = [
     "translate_disk_full",
 ]
 
+REMOVALS = 10
+"""Times a folder is deleted again when a writer that nobody waits for adds to it meanwhile."""
+
 
 class StorePaths:
     """Names of everything inside a store folder."""
@@ -117,8 +120,12 @@ def create_once(path: Path, data: bytes) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a folder and everything in it; a folder that is already gone is fine."""
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        return
+    """Delete a folder and everything in it, also while another process deletes it too or still writes into it."""
+    for attempt in range(REMOVALS):
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or (folder.exists() and attempt == REMOVALS - 1):
+                raise
+        if not folder.exists():
+            return

@@ -83,6 +83,8 @@ class StoreLock:
 def open_for_resume(root: Path | str) -> Manifest | None:
     """Return the manifest of a store that can be continued, None for a folder that is new or was cut while planning.
 
+    A folder without a manifest that was never locked by a run is somebody else's, whatever its entries are called.
+
     Raises:
         StoreError: the folder holds something else; nothing in it is touched.
     """
@@ -90,7 +92,8 @@ def open_for_resume(root: Path | str) -> Manifest | None:
     try:
         return load_manifest(folder)
     except (StoreNotFoundError, IncompleteStoreError):
-        strangers = sorted(p.name for p in folder.iterdir() if p.name not in _KNOWN) if folder.is_dir() else []
+        known = _KNOWN if StorePaths(folder).lock.exists() else set()
+        strangers = sorted(p.name for p in folder.iterdir() if p.name not in known) if folder.is_dir() else []
         strangers = [name for name in strangers if not (name.startswith(".") and name.endswith(".tmp"))]
         if strangers:
             raise StoreError(
