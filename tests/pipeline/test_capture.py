@@ -59,6 +59,18 @@ def test_rows_in_flight_at_a_death_are_remembered_and_orderly_ends_are_not(run_f
     assert AttemptJournal(run_folder, 4).deaths == {}
 
 
+def test_rows_behind_the_batch_in_flight_are_told_of_open_attempts_alone(run_folder):
+    open_attempt, loading, closed = (AttemptJournal(run_folder, shard) for shard in (3, 4, 5))
+    for journal in (open_attempt, loading, closed):
+        journal.begin()
+    open_attempt.rows([0, 1])
+    open_attempt.rows([2, 3])
+    closed.rows([7])
+    closed.end()
+    assert run_folder.rows_done({3, 4, 5, 6}) == {3: 2, 4: 0}
+    assert run_folder.rows_done({4}) == {4: 0}
+
+
 def test_torn_line_of_a_journal_is_ignored(run_folder):
     journal = AttemptJournal(run_folder, 0)
     journal.begin()
@@ -146,3 +158,37 @@ def test_stop_flag_leaves_shards_pending_and_the_next_run_finishes(tmp_path, tin
     with pytest.raises(Exception, match=r"stopped with \d shards pending; run the same command again"):
         precompute(config, capture=stop_after_one)
     assert "is complete" in precompute(config, capture=capture_in_process).text
+
+
+def test_stop_in_the_middle_of_a_shard_drops_the_attempt_and_the_shard_stays_pending(
+    tmp_path, tiny_target, monkeypatch
+):
+    chats = make_chats(tmp_path / "chats.jsonl", 10, 0)
+    config = PrecomputeConfig(
+        chats=(str(chats),), target=str(tiny_target), out=str(tmp_path / "store"), shard_tokens=100_000
+    )
+    forward, rows = HfEngine._forward, []
+
+    def stop_at_the_third_row(task, shards, **_options):
+        def forward_and_stop(self, ids, mask):
+            rows.append(ids)
+            if len(rows) == 5:  # check() runs the first row once more, on its own
+                RunFolder(task.run_folder).request_stop()
+            return forward(self, ids, mask)
+
+        monkeypatch.setattr(HfEngine, "_forward", forward_and_stop)
+        yield from capture_in_process(task, shards)
+
+    with pytest.raises(Exception, match="stopped with 1 shards pending"):
+        precompute(config, capture=stop_at_the_third_row)
+    assert len(rows) == 5
+    assert [p.name for p in (tmp_path / "store" / "shards" / "000000").iterdir()] == ["samples.arrow"]
+    monkeypatch.undo()
+    assert "is complete" in precompute(config, capture=capture_in_process).text
+
+
+def test_an_actor_whose_driver_is_gone_stops(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    assert run.stop_requested
+    run.path.mkdir()
+    assert not run.stop_requested

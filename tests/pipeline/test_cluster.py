@@ -21,7 +21,7 @@ from eyas.pipeline import cluster
 from eyas.pipeline.cluster import capture_in_process
 from eyas.pipeline.config import PrecomputeConfig
 from eyas.pipeline.errors import CaptureError
-from eyas.pipeline.journal import RunFolder
+from eyas.pipeline.journal import AttemptJournal, RunFolder
 from eyas.pipeline.precompute import precompute
 from eyas.pipeline.testing import make_chats
 
@@ -107,15 +107,49 @@ def test_no_progress_ends_the_run_naming_what_is_pending(tmp_path):
 def test_batches_written_by_actors_count_as_progress(tmp_path):
     class Slow:
         def iter_batches(self, **_options):
-            for _ in range(6):
+            journal = AttemptJournal(RunFolder(tmp_path), 3)
+            journal.begin()
+            for row in range(6):
                 time.sleep(0.5)
-                (tmp_path / "000003.jsonl").touch()
+                journal.rows([row])
             import pyarrow as pa
 
             yield pa.Table.from_pylist([{"shard": 3, "status": "committed"}])
 
     records = [r for r in cluster._consume(cluster._Feed(Slow()), {3}, RunFolder(tmp_path), 2.0) if r is not None]
     assert records == [{"shard": 3, "status": "committed"}]
+
+
+def test_an_actor_that_writes_without_capturing_a_batch_is_no_progress(tmp_path):
+    class Restless:
+        def iter_batches(self, **_options):
+            journal = AttemptJournal(RunFolder(tmp_path), 3)
+            for _ in range(30):
+                journal.begin()
+                time.sleep(0.2)
+            return iter(())
+
+    with pytest.raises(CaptureError, match="no batch was captured for 1 s"):
+        list(cluster._consume(cluster._Feed(Restless()), {3}, RunFolder(tmp_path), 1.0))
+
+
+def test_a_stopped_run_waits_for_what_is_in_flight_alone(tmp_path):
+    run, ended = RunFolder(tmp_path), []
+    journal = AttemptJournal(run, 3)
+    journal.begin()
+    journal.rows([0])
+    run.request_stop()
+
+    class Slow:
+        def iter_batches(self, **_options):
+            time.sleep(1.2)
+            ended.append(3)
+            journal.end()
+            time.sleep(60)
+            return iter(())
+
+    assert set(cluster._consume(cluster._Feed(Slow()), {3, 7}, run, 30.0)) == {None}
+    assert ended == [3]
 
 
 def test_failure_of_ray_is_one_message(tmp_path):
@@ -167,7 +201,7 @@ def test_row_that_kills_its_actor_is_quarantined_and_the_run_ends(tmp_path, tiny
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_sigterm_finishes_the_shard_in_flight_and_the_next_run_completes(tmp_path, tiny_target):
+def test_sigterm_stops_the_run_and_the_next_one_completes(tmp_path, tiny_target):
     make_chats(tmp_path / "chats.jsonl", 120, 0)
     values = settings(tmp_path, tiny_target)
     process = start(values)

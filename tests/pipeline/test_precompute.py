@@ -21,6 +21,7 @@ from eyas.pipeline.config import PrecomputeConfig
 from eyas.pipeline.errors import CaptureError, DataError, TargetError
 from eyas.pipeline.hf_engine import HfEngine
 from eyas.pipeline.precompute import precompute
+from eyas.pipeline.sizing import field_sizes
 from eyas.pipeline.testing import make_chats, make_tiny_target
 
 AUX1 = "aux_hidden_states/1"
@@ -130,7 +131,8 @@ def test_dry_run_prints_the_estimate_and_writes_nothing(folder, monkeypatch):
 def test_estimate_equals_what_is_stored(folder):
     run(folder, container="arrow")
     reader = StoreReader(folder / "store")
-    estimated = sum(size for name, size in story._bytes_per_token(*_planned(folder)) if name != "input_ids, loss_mask")
+    sizes = field_sizes(reader.identity.fields, _planned(folder))
+    estimated = sum(size.bytes_per_token for size in sizes if size.name != "input_ids, loss_mask")
     stored = sum(record.stored_bytes for receipt in reader.receipts.values() for record in receipt.content.arrays)
     assert stored == pytest.approx(estimated * reader.plan.length.sum(), rel=1e-6)
 
@@ -138,7 +140,7 @@ def test_estimate_equals_what_is_stored(folder):
 def _planned(folder):
     config = settings(folder)
     target = story.open_target(config.target)
-    return config, target, story._plan(config, target)[0]
+    return story._plan(config, target)[0]
 
 
 def swap_lines(folder):
@@ -252,8 +254,20 @@ def test_run_cut_before_the_manifest_starts_again(finished, original):
     for name in ("manifest.json", "complete.json"):
         (finished / "store" / name).unlink()
     shutil.rmtree(finished / "store" / "receipts")
+    (finished / "store" / "target" / "merges.txt").write_text("of the target that the run was cut with")
     run(finished)
+    assert not (finished / "store" / "target" / "merges.txt").exists()
     assert contents(finished / "store") == contents(original / "store")
+
+
+def test_a_model_folder_called_target_is_not_taken_for_a_store(folder):
+    before = fingerprint(folder / "target")
+    with pytest.raises(StoreError, match=r"holds no store \(found chats\.jsonl, target\)"):
+        run(folder, out=str(folder), capture=never)
+    (folder / "chats.jsonl").rename(folder.parent / "elsewhere.jsonl")
+    with pytest.raises(StoreError, match=r"holds no store \(found target\)"):
+        run(folder, out=str(folder), chats=(str(folder.parent / "elsewhere.jsonl"),), capture=never)
+    assert fingerprint(folder / "target") == before
 
 
 def test_folder_with_strangers_is_refused_untouched(folder):
@@ -264,9 +278,18 @@ def test_folder_with_strangers_is_refused_untouched(folder):
     assert fingerprint(folder / "store") == {"notes.txt": b"mine"}
 
 
+def test_a_store_that_another_run_finishes_in_between_is_continued_not_overwritten(finished, monkeypatch):
+    before = fingerprint(finished / "store")
+    found = iter([None])  # what the first look sees: no store yet
+    look = story.open_for_resume
+    monkeypatch.setattr(story, "open_for_resume", lambda root: next(found, look(root)))
+    assert "complete already" in run(finished, capture=never).text
+    assert fingerprint(finished / "store") == before
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_captured(folder, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(story.shutil, "disk_usage", lambda _path: usage(10**6, 0, 10**6))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10**6, 0, 10**6))
     with pytest.raises(DiskFullError, match="free, the store needs about"):
         run(folder, capture=never)
 
@@ -359,7 +382,7 @@ def test_out_of_memory_restarts_the_shard_with_half_the_budget_and_says_so(folde
 
 def test_row_too_large_even_alone_is_quarantined(folder, monkeypatch):
     forward = HfEngine._forward
-    longest = int(_planned(folder)[2].plan.length.max())
+    longest = int(_planned(folder).plan.length.max())
 
     def small(self, ids, mask):
         if ids.shape[1] == longest:

@@ -61,6 +61,10 @@ class _Outcome:
     reason: str = ""
 
 
+class _Stopped(Exception):
+    """The run was asked to end: the attempt is dropped and its shard stays pending."""
+
+
 class ShardCapture:
     """Holds one target and captures the shards it is called with."""
 
@@ -75,18 +79,24 @@ class ShardCapture:
         `status` is "committed", "stopped" (the run was asked to end) or "failed" (with `error`).
         """
         shard = int(item["shard"])
-        record = {"shard": shard, "status": "stopped", "error": "", "rows": 0, "tokens": 0, "quarantined": 0}
+        record = {"shard": shard, "status": "", "error": "", "rows": 0, "tokens": 0, "quarantined": 0}
         start = time.monotonic()
         try:
-            if not self.run.stop_requested:
-                content = self._capture(shard).content
-                record |= {"status": "committed", "rows": content.rows, "tokens": content.tokens}
-                record["quarantined"] = len(content.quarantined)
+            self._go_on()
+            content = self._capture(shard).content
+            record |= {"status": "committed", "rows": content.rows, "tokens": content.tokens}
+            record["quarantined"] = len(content.quarantined)
+        except _Stopped:
+            record["status"] = "stopped"
         except Exception as error:  # Ray must never see it: a raising map function restarts actors and hides the cause
             _log.debug("shard %06d failed", shard, exc_info=True)
             text = str(error) if isinstance(error, EyasError) else f"{type(error).__name__}: {error}"
             record |= {"status": "failed", "error": text}
         return record | {"seconds": time.monotonic() - start}
+
+    def _go_on(self) -> None:
+        if self.run.stop_requested:
+            raise _Stopped
 
     # -- what an actor holds ---------------------------------------------------------------------------------------
 
@@ -159,6 +169,7 @@ class ShardCapture:
     def _outcomes(self, table: SampleTable, journal: AttemptJournal, budget: int) -> Iterator[list[_Outcome]]:
         lengths = [len(table.input_ids(row)) for row in range(len(table))]
         for rows in batches(lengths, budget, alone=journal.deaths):
+            self._go_on()
             if journal.deaths[rows[0]] >= MAX_DEATHS:
                 yield [_Outcome(rows[0], None, f"its capture ended the process {MAX_DEATHS} times")]
                 continue

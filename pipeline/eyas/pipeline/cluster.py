@@ -37,14 +37,14 @@ def capture_in_process(task: CaptureTask, shards: Sequence[int], **_ray: Any) ->
 def capture_on_ray(
     task: CaptureTask, shards: Sequence[int], *, num_actors: int, address: str | None, stall_timeout: float
 ) -> Iterator[dict[str, Any] | None]:
-    """Yield the record of every shard as it ends, and None twice a second in between.
+    """Yield the record of every shard as it ends, and None twice a second in between; end early when asked to stop.
 
     Args:
         task: what each actor is told.
         shards: pending shards.
         num_actors: processes with one target each.
         address: a cluster to join, or None for a local Ray that lives as long as this call.
-        stall_timeout: seconds without a new batch anywhere after which the run is given up.
+        stall_timeout: seconds without any captured batch after which the run is given up.
 
     Raises:
         CaptureError: nothing moves any more, or Ray itself failed; names the pending shards.
@@ -141,13 +141,17 @@ class _Feed:
 
 
 def _consume(feed: _Feed, pending: set[int], run: RunFolder, stall_timeout: float) -> Iterator[dict[str, Any] | None]:
-    active = time.time()
+    active, done = time.monotonic(), run.rows_done(pending)
     while pending:
         try:
             record = feed.records.get(timeout=POLL_SECONDS)
         except queue.Empty:
-            active = max(active, run.last_activity())
-            if time.time() - active > stall_timeout:
+            before, done = done, run.rows_done(pending)
+            if run.stop_requested and not done:
+                return  # nothing is in flight, and nothing will be begun: Ray need not deal out the rest
+            if done != before:
+                active = time.monotonic()
+            if time.monotonic() - active > stall_timeout:
                 raise CaptureError(
                     f"no batch was captured for {stall_timeout:g} s; pending: {_names(pending)}. Look at free memory "
                     "and at the actors' logs in /tmp/ray, then run the same command again"
@@ -158,7 +162,7 @@ def _consume(feed: _Feed, pending: set[int], run: RunFolder, stall_timeout: floa
             raise CaptureError(f"Ray failed ({_first_line(record)}); pending: {_names(pending)}") from record
         if record is None:
             raise CaptureError(f"Ray ended without a record of every shard; pending: {_names(pending)}")
-        active = time.time()
+        active = time.monotonic()
         pending.discard(record["shard"])
         yield record
 
@@ -180,7 +184,9 @@ def _stop_on_signals(run: RunFolder) -> Iterator[None]:
         return
 
     def stop(number: int, _frame: Any) -> None:
-        _log.warning("%s: finishing the shards in flight, then stopping", signal.Signals(number).name)
+        _log.warning(
+            "%s: stopping behind the batches in flight; their shards stay pending", signal.Signals(number).name
+        )
         run.request_stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -8,6 +8,7 @@ otherwise be retried forever. Deaths of other runs do not count: a killed driver
 
 import json
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 __all__ = ["MAX_DEATHS", "AttemptJournal", "RunFolder"]
@@ -24,23 +25,39 @@ class RunFolder:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the run should end at the next shard."""
-        return (self.path / "stop").exists()
+        """Whether the run should end at the next batch: it was asked to, or its driver is gone and swept it away."""
+        return (self.path / "stop").exists() or not self.path.is_dir()
 
     def request_stop(self) -> None:
-        """Ask every process of the run to end before its next shard."""
+        """Ask every process of the run to end before its next batch."""
         (self.path / "stop").touch()
 
-    def last_activity(self) -> float:
-        """Return when a batch was last begun, as seconds since the epoch; 0 when none was."""
-        return max((p.stat().st_mtime for p in self.path.glob("*.jsonl")), default=0.0)
+    def rows_done(self, shards: Collection[int]) -> dict[int, int]:
+        """Return, for those of `shards` that are in flight, how many rows lie behind the batch in flight."""
+        begun = {int(path.stem): path for path in self.path.glob("*.jsonl")}  # one listing, however many are pending
+        found = {shard: _rows_done(path.read_text()) for shard, path in begun.items() if shard in shards}
+        return {shard: rows for shard, rows in found.items() if rows is not None}
+
+    def journal(self, shard: int) -> Path:
+        """Return the attempt file of a shard."""
+        return self.path / f"{shard:06d}.jsonl"
+
+
+def _rows_done(text: str) -> int | None:
+    """Return the first row of the last batch that an attempt file names, 0 before any; None when it is closed."""
+    for entry in map(_decode, reversed(text.splitlines())):
+        if entry in ("begin", "end"):
+            return 0 if entry == "begin" else None
+        if isinstance(entry, list) and entry:
+            return entry[0]
+    return None
 
 
 class AttemptJournal:
     """The attempt file of one shard in one run."""
 
     def __init__(self, folder: RunFolder, shard: int) -> None:
-        self._path = folder.path / f"{shard:06d}.jsonl"
+        self._path = folder.journal(shard)
         self.deaths: Counter[int] = Counter()
         """Row -> deaths of earlier attempts while the row was in flight."""
         self.early_deaths = 0

@@ -39,9 +39,9 @@ class Progress:
         elif kind is None:
             self._line()
 
-    def update(self, tokens: int) -> None:
-        """Add tokens; zero lets the clock be looked at."""
-        self._done += tokens
+    def update(self, done: int) -> None:
+        """Show how many tokens are captured by now."""
+        self._done = done
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, rate=f"{self._rate():,.0f} tokens/s")
         elif time.monotonic() - self._last >= self._interval:
@@ -53,7 +53,7 @@ class Progress:
     def _line(self) -> None:
         self._last = time.monotonic()
         rate = self._rate()
-        left = f"{(self._total - self._done) / rate:,.0f} s left" if rate > 0 else "no shard done yet"
+        left = f"{(self._total - self._done) / rate:,.0f} s left" if rate > 0 else "no batch done yet"
         _log.info(
             "captured %s of %s tokens, %s tokens/s, %s", f"{self._done:,}", f"{self._total:,}", f"{rate:,.0f}", left
         )
