@@ -54,7 +54,8 @@ class TargetIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     revision: str
     config_digest: str
     weights_digest: str
-    """Over weight-file names, headers and sizes: cheap, and any re-quantised or re-sharded copy changes it."""
+    """Over weight-file names, headers, sizes and a few evenly spaced blocks of the values: seconds for any model, and
+    any fine-tuned, re-quantised or re-sharded copy changes it."""
     dtype: str
     """Dtype of the forward and of the stored hidden states."""
     quantization: str
