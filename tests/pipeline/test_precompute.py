@@ -14,6 +14,7 @@ from eyas.cache_format.errors import ConfigError, DiskFullError, EyasError, Iden
 from eyas.cache_format.layout import StorePaths
 from eyas.cache_format.reader import StoreReader
 from eyas.cache_format.receipt import load_receipt
+from eyas.cache_format.samples import SampleTable
 from eyas.cache_format.verify import verify_store
 from eyas.pipeline import precompute as story
 from eyas.pipeline.cluster import capture_in_process
@@ -427,6 +428,36 @@ def test_weights_that_changed_under_the_store_are_refused_by_the_actor(folder):
 
     with pytest.raises(CaptureError, match=r"lm_head\.weight of the loaded target differs"):
         run(folder, capture=swap)
+
+
+def test_samples_that_changed_since_the_plan_are_refused_before_the_target_reads_them(folder):
+    def damage(task, shards, **options):
+        path = StorePaths(folder / "store").samples(0)
+        ids = SampleTable(path, 0).input_ids(1).tobytes()
+        data = path.read_bytes()
+        path.write_bytes(data.replace(ids, bytes([ids[0] ^ 1]) + ids[1:]))
+        yield from capture_in_process(task, shards)
+
+    with pytest.raises(CaptureError, match=r"shard 000000: .*samples\.arrow: row 1 hashes to"):
+        run(folder, capture=damage)
+    assert not (folder / "store" / "receipts").exists()
+
+
+def test_a_failed_device_ends_the_run_and_quarantines_nothing(folder, monkeypatch, original):
+    forward, calls = HfEngine._forward, []
+
+    def broken(self, ids, mask):
+        calls.append(ids)
+        if len(calls) > 8:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        return forward(self, ids, mask)
+
+    monkeypatch.setattr(HfEngine, "_forward", broken)
+    with pytest.raises(CaptureError, match="AcceleratorError: CUDA error"):
+        run(folder)
+    monkeypatch.undo()
+    run(folder)
+    assert contents(folder / "store") == contents(original / "store")
 
 
 @pytest.mark.parametrize(

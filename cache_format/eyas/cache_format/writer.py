@@ -144,10 +144,11 @@ class ShardWriter:
         receipt = writer.commit({"torch": "2.13.0"})
     """
 
-    def __init__(self, root: Path | str, shard: int, *, attempt: str | None = None) -> None:
+    def __init__(self, root: Path | str, shard: int, *, attempt: str | None = None, plan: Plan | None = None) -> None:
+        """Open an attempt; who writes many shards reads the plan once and hands it in."""
         self._paths = StorePaths(root)
         self._identity = load_manifest(root).identity
-        plan = read_plan(self._paths.plan)
+        plan = read_plan(self._paths.plan) if plan is None else plan
         self._rows = range(*plan.shard_slice(shard).indices(len(plan)))
         self._plan = plan
         self.shard = shard

@@ -24,6 +24,7 @@ from eyas.cache_format.errors import EyasError, NonFiniteError
 from eyas.cache_format.frozen import FrozenTarget
 from eyas.cache_format.layout import StorePaths
 from eyas.cache_format.manifest import Identity, load_manifest
+from eyas.cache_format.plan import Plan, read_plan
 from eyas.cache_format.receipt import Receipt
 from eyas.cache_format.samples import SampleTable
 from eyas.cache_format.schema import aux_field, kept_rows
@@ -106,6 +107,11 @@ class ShardCapture:
         return load_manifest(self.paths.root).identity
 
     @cached_property
+    def plan(self) -> Plan:
+        """The plan of the store."""
+        return read_plan(self.paths.plan)
+
+    @cached_property
     def vocab(self) -> VocabMap:
         """The default draft vocabulary."""
         return read_vocab(self.paths.vocab, self.identity.draft_vocab_digest)[1]
@@ -134,7 +140,7 @@ class ShardCapture:
 
     def _capture(self, shard: int) -> Receipt:
         """Capture one shard, with half the batch budget again whenever memory runs out."""
-        table = SampleTable(self.paths.samples(shard), shard)
+        table = self._samples(shard)
         journal = AttemptJournal(self.run, shard)
         if journal.early_deaths >= MAX_DEATHS:
             raise TargetError(f"the process died {MAX_DEATHS} times before the first row of shard {shard:06d}")
@@ -143,7 +149,7 @@ class ShardCapture:
             journal.begin()  # before the engine is touched: loading it may be what kills the process
             try:
                 return self._attempt(shard, table, journal, budget, restarts)
-            except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+            except (MemoryError, RuntimeError) as error:
                 longest = len(table.input_ids(0))
                 if not _is_out_of_memory(error) or budget == 0:
                     raise
@@ -153,10 +159,17 @@ class ShardCapture:
             finally:
                 journal.end()
 
+    def _samples(self, shard: int) -> SampleTable:
+        """Return the shard's rows, each checked against the plan: a damaged one would be captured and sealed."""
+        table = SampleTable(self.paths.samples(shard), shard)
+        for row, planned in enumerate(self.plan.sample_ids[self.plan.shard_slice(shard)]):
+            table.check_row(row, planned.tobytes())
+        return table
+
     def _attempt(self, shard: int, table: SampleTable, journal: AttemptJournal, budget: int, restarts: int) -> Receipt:
         """Forward, project and write every row; writing one batch overlaps the forward of the next."""
         engine, checked = self.engine, False
-        with ShardWriter(self.paths.root, shard) as writer, _Background() as background:
+        with ShardWriter(self.paths.root, shard, plan=self.plan) as writer, _Background() as background:
             for outcomes in self._outcomes(table, journal, budget):
                 good = [o for o in outcomes if o.states is not None]
                 if good and not checked:
@@ -181,8 +194,8 @@ class ShardCapture:
         try:
             states = self.engine.capture([table.input_ids(row) for row in rows])
             outcomes = [_judge(row, state, self.identity) for row, state in zip(rows, states, strict=True)]
-        except TargetError:
-            raise
+        except (TargetError, torch.AcceleratorError):
+            raise  # a device that failed, as after a device-side assert, says nothing about the rows that follow
         except Exception as error:
             if _is_out_of_memory(error) and not last_resort:
                 raise
