@@ -27,7 +27,8 @@ hypothesis.settings.load_profile("eyas")
 
 def pytest_terminal_summary(terminalreporter, config):
     """After a soak that ran every soak test, leave its figures beside the benchmarks'."""
-    whole = config.getoption("markexpr") == "soak" and config.args_source == config.ArgsSource.TESTPATHS
+    chosen = config.getoption("keyword") or config.args_source != config.ArgsSource.TESTPATHS
+    whole = config.getoption("markexpr") == "soak" and not chosen
     if not whole:
         return
     outcomes = {name: terminalreporter.stats.get(name, []) for name in ("passed", "failed", "error")}
