@@ -418,7 +418,14 @@ def test_failure_of_a_shard_ends_the_run_with_its_message_and_leaves_no_torn_fil
     assert verify_store(folder / "store") == []
 
 
-def test_weights_that_changed_under_the_store_are_refused_by_the_actor(folder):
+@pytest.mark.parametrize("tied_when_loaded", [False, True])
+def test_weights_that_changed_under_the_store_are_refused_by_the_actor(folder, monkeypatch, tied_when_loaded):
+    if tied_when_loaded:  # a head that the engine does not count among its frozen tensors is compared all the same
+        whole = HfEngine.frozen_tensors
+        monkeypatch.setattr(
+            HfEngine, "frozen_tensors", lambda self: {n: t for n, t in whole(self).items() if n != "lm_head.weight"}
+        )
+
     def swap(task, shards, **options):
         path = folder / "target" / "model.safetensors"
         tensors = load_file(path)
@@ -476,6 +483,12 @@ def test_user_errors_come_before_the_target_runs(folder, changes, error, message
     with pytest.raises(error, match=message) as caught:
         run(folder, capture=never, **changes)
     assert isinstance(caught.value, EyasError)
+
+
+def test_cuda_where_there_is_none_is_refused_instead_of_waited_for(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA device on this machine"):
+        run(folder, device="cuda", capture=never)
 
 
 def test_target_too_shallow_for_the_default_layers_asks_for_explicit_ones(folder):

@@ -121,9 +121,15 @@ class ShardCapture:
         """The target, loaded at the first shard and compared with the store's frozen parts."""
         engine = load_engine(self.task.engine)
         stored = FrozenTarget(self.paths.root)
-        tables = {"embed_tokens.weight": stored.embed_tokens(), "norm.weight": stored.final_norm()}
-        for name, tensor in engine.frozen_tensors().items():
-            table = tables.get(name, stored.lm_head() if name == "lm_head.weight" else stored.lm_head_bias())
+        tables = {
+            "embed_tokens.weight": stored.embed_tokens(),
+            "norm.weight": stored.final_norm(),
+            "lm_head.weight": stored.lm_head(),
+            "lm_head.bias": stored.lm_head_bias(),
+        }
+        # The head also when the model ties it: the store may hold one of its own.
+        for name, tensor in (engine.frozen_tensors() | {"lm_head.weight": engine.head.weight}).items():
+            table = tables[name]
             if table is None or not np.array_equal(_bits(table), _bits(to_numpy(tensor))):
                 raise TargetError(
                     f"{name} of the loaded target differs from {stored.folder}/frozen.safetensors; the weights changed "

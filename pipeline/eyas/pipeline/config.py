@@ -72,7 +72,7 @@ class PrecomputeConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the target's forward and of the stored states; auto takes the target's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the target runs."""
+    """Where the target runs; auto takes cuda when the machine that starts the command has it."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel; recorded as provenance."""
     batch_tokens: int | None = None

@@ -34,13 +34,23 @@ class HfEngine:
         self.config = config
         self.device = torch.device(config.device)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                config.folder, dtype=getattr(torch, config.dtype), attn_implementation=config.attention
+            model: Any
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                config.folder,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=config.attention,
+                output_loading_info=True,
             )
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             raise TargetError(
                 f"the target in {config.folder} cannot be loaded with attention {config.attention!r}: {error}"
             ) from error
+        missing = sorted(loading["missing_keys"])
+        if missing:  # transformers fills them with random numbers and says so in its log alone
+            raise TargetError(
+                f"{config.folder} lacks {len(missing)} tensors of its model ({', '.join(missing[:3])}); config.json and "
+                "weights do not belong together, or a weight file is missing"
+            )
         self.model = model.to(self.device).eval().requires_grad_(False)
         self.backbone = _backbone(self.model)
         self.layers = find_decoder_layers(self.backbone, int(model.config.get_text_config().num_hidden_layers))

@@ -225,11 +225,7 @@ def _warn_about_provenance(root: Path, task: CaptureTask, committed: set[int]) -
 def _task(
     root: Path, config: PrecomputeConfig, target: TargetFolder, identity: Identity, run: RunFolder
 ) -> CaptureTask:
-    device = config.device
-    if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device(config)
     batch_tokens = config.batch_tokens
     if batch_tokens is None:
         # A CPU gains nothing from batches of long rows, and a lone row equals a lone forward to the bit.
@@ -244,6 +240,19 @@ def _task(
     return CaptureTask(
         store=str(root.resolve()), engine=engine, batch_tokens=batch_tokens, run_folder=str(run.path.resolve())
     )
+
+
+def _device(config: PrecomputeConfig) -> str:
+    import torch
+
+    here = torch.cuda.is_available()
+    if config.device == "cuda" and config.ray_address is None and not here:
+        raise ConfigError("--device is cuda, but torch finds no CUDA device on this machine; use cpu, or --ray-address")
+    if config.device == "auto" and config.ray_address is not None and not here:
+        _log.warning(
+            "--device auto looks at this machine, which has no CUDA device: the cluster's actors will use CPUs"
+        )
+    return ("cuda" if here else "cpu") if config.device == "auto" else config.device
 
 
 def _sweep(root: Path, plan: Plan) -> None:

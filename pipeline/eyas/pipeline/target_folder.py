@@ -12,7 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from eyas.cache_format.digests import digest_parts
 from eyas.cache_format.manifest import LogitTransform, TargetIdentity
@@ -152,8 +152,11 @@ class TargetFolder:
         """Which file holds each tensor."""
         found: dict[str, Path] = {}
         for path in self._weight_files:
-            with safe_open(path, "numpy") as file:
-                found |= dict.fromkeys(file.keys(), path)
+            try:
+                with safe_open(path, "numpy") as file:
+                    found |= dict.fromkeys(file.keys(), path)
+            except (OSError, SafetensorError) as error:
+                raise TargetError(f"{path} cannot be read ({error}); fetch the file again") from error
         return found
 
     def tokenizer(self) -> Any:
@@ -238,6 +241,9 @@ def open_target(name: str, revision: str | None = None) -> TargetFolder:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_bytes()))
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise TargetError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TargetError(f"{path} holds a JSON {type(content).__name__}, expected an object")
+    return content
