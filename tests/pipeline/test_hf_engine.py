@@ -1,5 +1,7 @@
 """The hf engine finds its modules by structure and refuses what it cannot vouch for (C3, C5, C10-C12, B4)."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -131,6 +133,15 @@ def test_token_beyond_the_embeddings_stops_before_the_forward(target):
 def test_unknown_attention_kernel_is_named(target):
     with pytest.raises(TargetError, match="attention 'no_such_kernel'"):
         engine_of(target, attention="no_such_kernel")
+
+
+def test_layers_without_weights_are_refused_not_made_up(tmp_path):
+    save_model(tmp_path, "qwen3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TargetError, match=r"lacks \d+ tensors of its model \(model\.layers\.4\."):
+        engine_of(open_target(str(tmp_path)))
 
 
 def test_layers_are_found_by_length_and_a_strange_structure_is_refused():

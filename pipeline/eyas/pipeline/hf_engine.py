@@ -48,8 +48,8 @@ class HfEngine:
         missing = sorted(loading["missing_keys"])
         if missing:  # transformers fills them with random numbers and says so in its log alone
             raise TargetError(
-                f"{config.folder} lacks {len(missing)} tensors of its model ({', '.join(missing[:3])}); config.json and "
-                "weights do not belong together, or a weight file is missing"
+                f"{config.folder} lacks {len(missing)} tensors of its model ({', '.join(missing[:3])}); config.json "
+                "and weights do not belong together, or a weight file is missing"
             )
         self.model = model.to(self.device).eval().requires_grad_(False)
         self.backbone = _backbone(self.model)
