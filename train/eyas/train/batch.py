@@ -5,7 +5,7 @@ sees at serving time: slot t holds the target's features of position t, the toke
 emitted, and the target's distribution of x[t+2], which is the raw distribution at position t+1. Documents lie one
 after the other on a single axis of N slots, without padding; nothing on disk is shifted, `shift_left` is the only
 place where raw becomes slot. Alignment as in NeMo AutoModel `components/speculative/eagle/target.py` and in every
-serving engine (design.md section 4 point 3).
+serving engine.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def soft_cross_entropy(logits: Float[Tensor, "M W"], target_probs: Float[Tensor, "M W"]) -> Float[Tensor, "M"]:
-    """-sum_v p_v log softmax(z)_v for each slot (NeMo AutoModel soft cross-entropy, algorithms.md 1.4)."""
+    """-sum_v p_v log softmax(z)_v for each slot (NeMo AutoModel soft cross-entropy)."""
     log_q = torch.log_softmax(_at_least_float32(logits), dim=-1)
     return -(target_probs.to(log_q.dtype) * log_q).sum(-1)
 

@@ -14,7 +14,7 @@ def simulated_accept_length(hits: Int[Tensor, "K"], valid: Int[Tensor, "K"]) -> 
 
     hits_k: slots whose greedy chain equals the target's argmax at every depth up to k. valid_k: slots supervised by
     the loss mask at every depth up to k, those whose target lies outside the draft vocabulary included: they break
-    the chain. NeMo AutoModel `components/speculative/eagle` (algorithms.md 1.6).
+    the chain. NeMo AutoModel `components/speculative/eagle`.
     """
     return 1.0 + (hits.to(torch.float32) / valid.clamp(min=1).to(torch.float32)).sum()
 

@@ -1,7 +1,7 @@
 """TTT attention without a T x T matrix: one call surface, one eager oracle, one fused path.
 
 At TTT step k the query of slot t sees the step-0 keys of its own document up to t, and its own slot's keys of steps
-1..k (the *diagonals*): softmax over T + k columns (NeMo AutoModel `Eagle3LlamaAttention`, algorithms.md 1.3).
+1..k (the *diagonals*): softmax over T + k columns (NeMo AutoModel `Eagle3LlamaAttention`).
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class Eagle3Draft(nn.Module):
         self.lm_head.weight.copy_(rows)
 
     def freeze_embeddings(self) -> None:
-        """Keep the target's embeddings: the only choice that every engine serves (serving.md 2.4)."""
+        """Keep the target's embeddings: the only choice that every engine serves."""
         self.embed_tokens.weight.requires_grad_(False)
 
     def project_hidden_states(self, aux_hidden_states: Float[Tensor, "N AHt"]) -> Float[Tensor, "N H"]:

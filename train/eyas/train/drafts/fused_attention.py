@@ -5,7 +5,7 @@ autograd.Function owns the merge. With l_0 the kernel's log-sum-exp and s_i the 
 l = log(exp l_0 + sum_i exp s_i) and out = exp(l_0 - l) out_0 + sum_i exp(s_i - l) v_i. Backward: the kernel's own
 backward recomputes its weights from whatever log-sum-exp it is given, so with the *merged* out and l it returns the
 exact share of the step-0 block; for the diagonals w_i = exp(s_i - l), ds_i = w_i <dO, v_i - out>, dq += scale ds_i k_i,
-dk_i = scale ds_i q, dv_i = w_i dO (algorithms.md 1.16).
+dk_i = scale ds_i q, dv_i = w_i dO.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ shifted. A slot is computed at step k only while it, or one of its later steps, 
 seen by their own slot alone, so leaving the others out is exact.
 
 Loss = sum_k w_k (sum l_k m_k / n_k) / sum_k w_k with w_k = decay ** k, as NeMo AutoModel `Eagle3TrainerModule`
-(algorithms.md 1.2), n_k counted over the whole global batch.
+n_k counted over the whole global batch.
 """
 
 from __future__ import annotations
