@@ -5,7 +5,7 @@ of slot t asks for the mask, the argmax and the supervision row of slot t + k of
 shifted. A slot is computed at step k only while it, or one of its later steps, is in the loss: the keys of step k are
 seen by their own slot alone, so leaving the others out is exact.
 
-Loss = sum_k w_k (sum l_k m_k / n_k) / sum_k w_k with w_k = decay ** k, as NeMo AutoModel `Eagle3TrainerModule`
+Loss = sum_k w_k (sum l_k m_k / n_k) / sum_k w_k with w_k = decay ** k, as NeMo AutoModel `Eagle3TrainerModule`,
 n_k counted over the whole global batch.
 """
 
