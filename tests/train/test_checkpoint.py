@@ -1,5 +1,7 @@
 """Checkpoints: whole or absent, pointers that follow, refusals that name every difference."""
 
+import json
+import math
 import os
 from dataclasses import replace
 
@@ -50,6 +52,13 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path):
     assert all(torch.equal(loaded.weights[name], saved.weights[name]) for name in saved.weights)
     assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], saved.optimizer["state"][0]["exp_avg"])
     assert torch.equal(loaded.rng["cpu"], saved.rng["cpu"])
+
+
+def test_metrics_of_a_diverged_draft_can_be_read_back(tmp_path):
+    saved = make_checkpoint(7, heldout={"loss": math.nan, "kl": math.inf, "accept_length": 1.0})
+    folder = save_checkpoint(tmp_path, saved, is_best=True, keep=2)
+    assert load_meta(folder).heldout == {"loss": None, "kl": None, "accept_length": 1.0}
+    json.loads((folder / "meta.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_random_state_goes_on_where_it_was():

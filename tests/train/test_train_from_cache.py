@@ -1,6 +1,7 @@
 """The story of a run: it learns, it reports, it stops on a signal, it resumes as if nothing had happened."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eyas.cache_format.errors import StoreLockedError, StoreNotFoundError
+from eyas.cache_format.errors import ConfigError, StoreLockedError, StoreNotFoundError
 from eyas.cache_format.writer import StoreLock
 from eyas.configuration import read_config
 from eyas.train import train_from_cache as story
@@ -195,6 +196,21 @@ def test_a_draft_that_no_engine_loads_is_refused_before_training(store, tmp_path
     with pytest.raises(ExportError, match=r"V10: rope_theta is absent[\s\S]*nothing was trained"):
         fit(store, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("device", ["quantum", "cpu:x", "cuda:99"])
+def test_a_device_that_is_not_there_is_a_usage_error(store, tmp_path, device):
+    with pytest.raises(ConfigError, match=f"--device {device} cannot be used"):
+        fit(store, tmp_path / "run", device=device)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"lr": math.inf}, {"grad_clip": math.inf}, {"weight_decay": math.nan}, {"seed": 2**63}]
+)
+def test_numbers_that_no_run_can_use_or_record_are_refused(tmp_path, setting):
+    with pytest.raises(ConfigError, match=f"--{next(iter(setting)).replace('_', '-')} is"):
+        TrainConfig(store=tmp_path, out=tmp_path, **setting)
 
 
 def test_two_trainers_never_share_a_run(store, tmp_path):

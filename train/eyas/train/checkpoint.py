@@ -9,7 +9,6 @@ A folder is written under a temporary name, synced, and renamed; only then does 
 dies at, `latest` names a whole checkpoint, and anything unfinished has a name that starts with a dot.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -187,8 +186,9 @@ def _publish(checkpoint: Checkpoint, final: Path) -> None:
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         torch.save({"optimizer": checkpoint.optimizer, "rng": checkpoint.rng}, temporary / "state.pt")
         _sync_files(temporary.iterdir())
-    meta = json.dumps(msgspec.to_builtins(checkpoint.meta), indent=1, sort_keys=True)
-    replace_file(temporary / "meta.json", meta.encode() + b"\n")
+    # msgspec writes NaN, which a diverged draft's metrics hold, as null; the json module's NaN is not JSON.
+    meta = msgspec.json.format(msgspec.json.encode(checkpoint.meta, order="deterministic"), indent=1)
+    replace_file(temporary / "meta.json", meta + b"\n")
     if final.exists():
         # A run that died between publishing and pointing left this folder; nothing points at it.
         _discard(final)

@@ -3,6 +3,7 @@
 A default lives here and nowhere else. Range checks raise ConfigError with the flag's name.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -131,6 +132,9 @@ class TrainConfig:
     """Dtype of the weights in OUT/export."""
 
     def __post_init__(self) -> None:
+        for name in ("lr", "warmup", "lr_floor", "beta1", "beta2", "weight_decay", "grad_clip"):
+            _require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
+        _require(self.seed < 2**63, "seed", self.seed, "less than 2**63")
         for name in ("ttt_steps", "tokens_per_micro_batch", "micro_batches", "epochs", "prefetch", "log_every"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("checkpoint_every", "evaluate_every", "weight_decay", "seed"):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.cache_format.errors import ConfigError
 from eyas.cache_format.reader import StoreReader
 from eyas.cache_format.schema import Supervision as Encoding
 from eyas.cache_format.vocab import VocabMap
@@ -55,7 +56,7 @@ class Run:
         reader = StoreReader(config.store, allow_incomplete=config.allow_incomplete)
         encoding = choose_encoding(reader.identity, config.supervision)
         vocab = choose_vocabulary(reader, encoding, config.draft_vocab_size)
-        device = torch.device(config.device) if config.device != "auto" else default_device()
+        device = find_device(config.device)
         draft = build_draft(reader, vocab, config).to(device)
         run = cls(config, reader, encoding, vocab, device, draft, supervision_builder(reader, encoding, vocab, device))
         if not run.order(0).num_packs:
@@ -222,9 +223,18 @@ def load_scaled_head(draft: Eagle3Draft, lm_head: Tensor) -> None:
     weight.mul_(draft.config.initializer_range / weight.square().mean().sqrt())
 
 
-def default_device() -> torch.device:
-    """Return cuda when there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def find_device(name: str) -> torch.device:
+    """Return the named device once it has held a tensor; auto is cuda when there is one, else the CPU.
+
+    Raises:
+        ConfigError: torch knows no such device, or this machine has none.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(1, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
