@@ -78,6 +78,8 @@ def run(config):
     logging.getLogger("eyas.fake").info("an info line")
     if config.out.name == "fails":
         raise EyasError("shard 3 of fails: torn; remove it")
+    if config.out.name == "missing":
+        config.out.read_text()
     if config.out.name == "reports-failure":
         return Report("a fault", 1)
     if config.out.name == "waits":
@@ -247,6 +249,11 @@ def test_a_user_error_is_one_message_without_traceback_and_exit_code_1(fake, cap
     capsys.readouterr()
     assert cli.main(["fake", "a", "--out", "fails", "--quiet"]) == 1
     assert capsys.readouterr().err == "error: shard 3 of fails: torn; remove it\n"
+
+
+def test_what_the_operating_system_refuses_is_one_message_that_names_the_path(fake, capsys):
+    assert cli.main(["fake", "a", "--out", "missing", "--quiet"]) == 1
+    assert capsys.readouterr().err == "error: No such file or directory: missing\n"
 
 
 def test_a_report_sets_the_exit_code(fake, capsys):

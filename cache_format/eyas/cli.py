@@ -129,6 +129,10 @@ def _guarded(name: str, words: list[str]) -> int:
         # The reader, such as `head`, has seen enough. Python would complain once more while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        # A wrong path, a missing right, a full or read-only disk. Where the code could say more, it raised EyasError.
+        logging.getLogger(__name__).debug("the operating system refused", exc_info=True)
+        return _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 1)
     finally:
         signal.signal(signal.SIGTERM, previous)
 

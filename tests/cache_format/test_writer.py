@@ -225,6 +225,13 @@ def test_the_lock_refuses_a_second_run_and_is_free_afterwards(tmp_path: Path) ->
         pass
 
 
+def test_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for root in (tmp_path / "file", tmp_path / "file" / "store"):
+        with pytest.raises(StoreError, match=f"{root} cannot be written"), StoreLock(root):
+            pass
+
+
 def test_a_foreign_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(StoreError, match=r"thesis\.txt"):

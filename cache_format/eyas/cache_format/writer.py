@@ -57,8 +57,13 @@ class StoreLock:
         self._path = StorePaths(root).lock
 
     def __enter__(self) -> "StoreLock":
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a+")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a+")
+        except OSError as error:
+            raise StoreError(
+                f"{self._path.parent} cannot be written ({error.strerror}); choose a folder that you may write"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
