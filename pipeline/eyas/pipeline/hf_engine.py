@@ -33,9 +33,9 @@ class HfEngine:
         torch.set_num_threads(config.threads)
         self.config = config
         self.device = torch.device(config.device)
+        loader: Any = AutoModelForCausalLM  # its signature does not know output_loading_info
         try:
-            model: Any
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            model, loading = loader.from_pretrained(
                 config.folder,
                 dtype=getattr(torch, config.dtype),
                 attn_implementation=config.attention,
