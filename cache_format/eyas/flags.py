@@ -5,6 +5,7 @@ the help text; the fields that a class names in `POSITIONAL: ClassVar[tuple[str,
 """
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
@@ -32,7 +33,7 @@ def parse_flags(cls: type[Any], words: Sequence[str], *, prog: str, file: Path |
         table = configuration.read_table(file)
         laid = configuration.overlay(cls, table, str(file), missing=tyro.MISSING)
         values = {name: getattr(laid, name) for name in table}
-    description = f"{(cls.__doc__ or '').strip()}\n\nAlso: --config FILE.toml, -v/--verbose, -q/--quiet."
+    description = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nAlso: --config FILE.toml, -v/--verbose, -q/--quiet."
     parsed = tyro.cli(_surface(cls, values), prog=prog, description=description, args=list(words))
     given = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(cls) if field.init}
     for field in dataclasses.fields(cls):
