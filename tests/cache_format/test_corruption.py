@@ -1,5 +1,6 @@
 """Missing, torn, swapped or flipped bytes are named by shard and field, by verify and by a plain read; never zeros."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +153,9 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
         root / "receipts" / "000001.json", root / "receipts" / "000002.json"
     ),
     "plan cut": lambda root: (root / "plan.arrow").write_bytes((root / "plan.arrow").read_bytes()[:100]),
+    "complete.json with fewer receipts": lambda root: (root / "complete.json").write_text(
+        json.dumps({**(done := json.loads((root / "complete.json").read_text())), "receipts": done["receipts"][:1]})
+    ),
     "complete.json cut": lambda root: (root / "complete.json").write_text("{"),
     "manifest with an unknown field": lambda root: (root / "manifest.json").write_text(
         (root / "manifest.json").read_text().replace('"provenance"', '"provenience"')
@@ -172,6 +176,19 @@ def test_a_changed_lm_head_is_named_by_verify(tmp_path: Path) -> None:
     path = root / "target" / "frozen.safetensors"
     flip_bit(path, len(path.read_bytes()) - 1)
     assert [(f.shard, f.field) for f in verify_store(root)] == [(None, "target")]
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("vocab", "vocab.safetensors"), ("target", "target/frozen.safetensors"), ("target", "target/tokens.arrow")],
+)
+def test_frozen_parts_are_checked_before_anything_is_trained_on_them(tmp_path: Path, field: str, name: str) -> None:
+    root = make_store(tmp_path)
+    StoreReader(root).verify_frozen_parts()
+    flip_bit(root / name, (root / name).stat().st_size // 2)
+    with pytest.raises(CorruptStoreError, match=r"complete\.json names") as caught:
+        StoreReader(root).verify_frozen_parts()
+    assert caught.value.field == field
 
 
 def test_a_changed_draft_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -209,6 +209,16 @@ def test_replace_file_leaves_the_old_content_when_the_write_fails(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_paths: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    with pytest.raises(StoreError, match="without hard links"):
+        create_once(tmp_path / "receipt.json", b"{}")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_other_io_errors_keep_their_own_name() -> None:
     with pytest.raises(PermissionError), translate_disk_full(Path("x")):
         raise PermissionError(13, "Permission denied")

@@ -76,8 +76,12 @@ def test_torn_line_of_a_journal_is_ignored(run_folder):
     journal.begin()
     journal.rows([5])
     with (run_folder.path / "000000.jsonl").open("a") as file:
-        file.write("[6, ")
-    assert AttemptJournal(run_folder, 0).deaths == {5: 1}
+        file.write("\n[6, ")
+    again = AttemptJournal(run_folder, 0)
+    assert again.deaths == {5: 1}
+    again.begin()
+    again.rows([5])
+    assert AttemptJournal(run_folder, 0).deaths == {5: 2}, "the torn line swallows no later one"
 
 
 class Died(BaseException):

@@ -91,6 +91,9 @@ def test_an_encoding_that_is_not_stored_is_refused_with_what_is(tmp_path):
 def test_another_draft_vocabulary_needs_hidden(store):
     assert len(open_run(store, supervision="hidden", draft_vocab_size=10).vocab) == 10
     assert open_run(store, supervision="hidden", draft_vocab_size=40).vocab.is_identity
+    ends = StoreReader(store).target.generation_config["eos_token_id"]
+    kept = set(open_run(store, supervision="hidden", draft_vocab_size=2).vocab.ids.tolist())
+    assert kept >= ({ends} if isinstance(ends, int) else set(ends)), "a draft that cannot end an answer"
     with pytest.raises(SupervisionError, match=r"--draft-vocab-size 10 differs from the store's 24.*hidden"):
         open_run(store, supervision="topk", draft_vocab_size=10)
     with pytest.raises(ConfigError, match="41"):

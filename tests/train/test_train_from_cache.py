@@ -272,6 +272,14 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_named(store, tmp_path,
     assert load_meta(find_latest(config.out)).skipped_steps == 1
 
 
+def test_resuming_drops_skipped_steps_that_no_checkpoint_holds(store, tmp_path):
+    config, _ = fit(store, tmp_path / "run", epochs=1)
+    lines = [json.dumps({"step": step}) for step in (1, 10_000)]
+    (config.out / "quarantine.jsonl").write_text("".join(line + "\n" for line in lines))
+    fit(store, tmp_path / "run", epochs=1)
+    assert (config.out / "quarantine.jsonl").read_text() == lines[0] + "\n"
+
+
 def test_a_run_that_has_diverged_ends_with_advice(store, tmp_path, monkeypatch):
     monkeypatch.setattr(story, "MAX_SKIPPED_IN_A_ROW", 2)
     with pytest.raises(TrainError, match=r"2 steps in a row.*lower --lr"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eyas.cache_format.errors import DiskFullError
+from eyas.cache_format.errors import DiskFullError, StoreError
 
 __all__ = [
     "StorePaths",
@@ -113,6 +113,13 @@ def create_once(path: Path, data: bytes) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            raise
+        raise StoreError(
+            f"{path.parent} lies on a file system without hard links ({error.strerror}), which commits need; choose "
+            "another folder"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from eyas.cache_format.digests import file_digest
 from eyas.cache_format.errors import CorruptStoreError, IncompleteStoreError
-from eyas.cache_format.frozen import FrozenTarget
+from eyas.cache_format.frozen import FrozenTarget, target_digest
 from eyas.cache_format.layout import StorePaths
 from eyas.cache_format.manifest import Identity, Manifest, load_manifest
 from eyas.cache_format.plan import Plan, read_plan
@@ -56,7 +57,7 @@ class StoreReader:
                 "restore it from a copy",
                 field="plan",
             )
-        self.completion: Completion | None = load_completion(self.paths)
+        self.completion: Completion | None = load_completion(self.paths, self.plan.num_shards)
         if self.completion is None and not allow_incomplete:
             missing = self.plan.num_shards - len(committed_shards(self.paths))
             raise IncompleteStoreError(
@@ -121,6 +122,27 @@ class StoreReader:
     def target(self) -> FrozenTarget:
         """The target's frozen parts."""
         return FrozenTarget(self.root)
+
+    def verify_frozen_parts(self) -> None:
+        """Check manifest, vocab.safetensors and target/ against complete.json; without one there is no digest yet.
+
+        Reads target/ whole, embeddings and lm_head included. A trainer does that anyway; `inspect` need not.
+
+        Raises:
+            CorruptStoreError: one of them differs.
+        """
+        if self.completion is None:
+            return
+        found = {
+            "manifest": (self.paths.manifest, self.manifest.digest, self.completion.manifest),
+            "vocab": (self.paths.vocab, file_digest(self.paths.vocab), self.completion.vocab),
+            "target": (self.paths.target, target_digest(self.root), self.completion.target),
+        }
+        for field, (path, digest, expected) in found.items():
+            if digest != expected:
+                raise CorruptStoreError(
+                    f"{path} has digest {digest}, complete.json names {expected}; restore it from a copy", field=field
+                )
 
     def shard_reader(self, shard: int) -> ShardReader:
         """Return the reader of one shard; the least recently used ones are unmapped."""

@@ -121,9 +121,15 @@ def load_receipt(paths: StorePaths, shard: int) -> Receipt:
     return receipt
 
 
-def load_completion(paths: StorePaths) -> Completion | None:
+def load_completion(paths: StorePaths, num_shards: int) -> Completion | None:
     """Read complete.json, or return None when the store is not complete."""
     try:
-        return decode_json(paths.complete.read_bytes(), Completion, paths.complete)
+        completion = decode_json(paths.complete.read_bytes(), Completion, paths.complete)
     except FileNotFoundError:
         return None
+    if len(completion.receipts) != num_shards:
+        raise CorruptStoreError(
+            f"{paths.complete} names {len(completion.receipts)} receipts, the plan has {num_shards} shards; restore it "
+            "from a copy"
+        )
+    return completion

@@ -42,7 +42,7 @@ def verify_store(root: Path | str, on_shard: Callable[[int, int], None] = lambda
     paths = StorePaths(root)
     manifest = load_manifest(root)
     plan = read_plan(paths.plan)
-    completion = load_completion(paths)
+    completion = load_completion(paths, plan.num_shards)
     faults = list(_store_faults(paths, manifest.identity, plan, completion))
     for shard in range(plan.num_shards):
         faults += _shard_faults(paths, manifest.identity, plan, completion, shard)

@@ -161,9 +161,9 @@ class ShardCapture:
                     raise
                 budget, restarts = (budget // 2 if budget // 2 >= 2 * longest else 0), restarts + 1
                 _log.warning("shard %06d: out of memory; starting it again with %d tokens a batch", shard, budget)
-                torch.cuda.empty_cache()
             finally:
                 journal.end()
+            torch.cuda.empty_cache()  # only here: inside the handler the traceback still holds the tensors
 
     def _samples(self, shard: int) -> SampleTable:
         """Return the shard's rows, each checked against the plan: a damaged one would be captured and sealed."""

@@ -92,7 +92,7 @@ class AttemptJournal:
     def _write(self, entry: str | list[int]) -> None:
         # Not synced: the file has to outlive the process, not the machine.
         with self._path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write("\n" + json.dumps(entry))  # the newline comes first: it ends a line that a death tore
 
 
 def _decode(line: str) -> str | list[int] | None:

@@ -67,7 +67,7 @@ def precompute(config: PrecomputeConfig, *, capture: CaptureShards = capture_on_
         if not _is_begun(root, identity):
             require_space(root, identity.fields, data)
             _create(root, target, identity, encoder, data)
-        if load_completion(StorePaths(root)) is not None:
+        if load_completion(StorePaths(root), data.plan.num_shards) is not None:
             return Report(f"{root} is complete already: {len(data.plan)} samples in {data.plan.num_shards} shards")
         _capture(root, config, target, identity, data, capture)
         check_books(root, data.plan, config.max_quarantine)

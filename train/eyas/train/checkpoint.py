@@ -36,11 +36,11 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     global_step: int
     """Optimizer steps done, skipped ones included."""
     epoch: int
-    """Epoch of the next step, 0-based."""
+    """Epoch of the last step done, 0-based."""
     step: int
-    """Next global batch within that epoch, 0-based."""
+    """Global batches of that epoch that are done; the epoch's length when it is finished."""
     order_digest: str
-    """Digest of that epoch's order; empty when the run is finished."""
+    """Digest of that epoch's order."""
     config: dict[str, Any]
     """The run's configuration as plain values."""
     identity: dict[str, str]

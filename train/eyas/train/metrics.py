@@ -21,7 +21,7 @@ def simulated_accept_length(hits: Int[Tensor, "K"], valid: Int[Tensor, "K"]) -> 
 
 @dataclass(kw_only=True, slots=True)
 class TttCounters:
-    """Per-depth sums over any number of micro-batches and ranks; `tensor` is what an all-reduce adds up."""
+    """Per-depth sums over any number of micro-batches and ranks; `to_tensor` is what an all-reduce adds up."""
 
     loss_sums: Float[Tensor, "K"]
     """float64: sum of the per-slot losses of each TTT step."""

@@ -69,7 +69,13 @@ def choose_vocabulary(reader: StoreReader, encoding: Encoding, size: int | None)
             f"again with `eyas precompute --draft-vocab-size {size}`"
         )
     special = [index for index in range(len(reader.target.tokens)) if reader.target.tokens.is_special(index)]
-    return choose_draft_vocab(reader.token_counts, size, special)
+    return choose_draft_vocab(reader.token_counts, size, [*end_ids(reader), *special])
+
+
+def end_ids(reader: StoreReader) -> list[int]:
+    """Return the ids that end an answer: a draft that cannot say them could never propose the end of a turn."""
+    found = reader.target.generation_config.get("eos_token_id", reader.target.config.get("eos_token_id"))
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def supervision_builder(

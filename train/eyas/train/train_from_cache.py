@@ -36,7 +36,7 @@ from eyas.train.optim import build_optimizer, quarantine_step
 from eyas.train.progress import Progress, describe, finished_report, stop_signals, stopped_report
 from eyas.train.run import Run
 from eyas.train.stepping import Accumulator, StepResult, accumulate, apply_step
-from eyas.train.train_log import TrainLog
+from eyas.train.train_log import TrainLog, keep_until
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ def resume_or_start(run: Run, optimizer: torch.optim.Optimizer) -> Progress:
     """Load the latest checkpoint of --out when there is one; write the resolved configuration either way."""
     latest = find_latest(run.config.out)
     progress = Progress() if latest is None else resume(run, optimizer, latest)
+    keep_until(quarantine_path(run), progress.global_step)
     replace_file(run.config.out / "config.toml", to_toml(run.config).encode())
     return progress
 
@@ -113,7 +114,7 @@ def resume(run: Run, optimizer: torch.optim.Optimizer, folder: Path) -> Progress
     checkpoint = load_checkpoint(folder)
     meta = checkpoint.meta
     require_same_run(folder, meta, config=run.frozen_config, identity=run.identity)
-    if meta.epoch < run.config.epochs and run.order(meta.epoch).digest != meta.order_digest:
+    if run.order(meta.epoch).digest != meta.order_digest:
         raise CheckpointError(
             f"{folder} was trained in another order of the samples than this version computes "
             f"({meta.order_digest}, now {run.order(meta.epoch).digest}); start over with another --out"
@@ -168,6 +169,11 @@ def optimizer_steps(
         started, waited = time.perf_counter(), loader.waited_s
 
 
+def quarantine_path(run: Run) -> Path:
+    """The samples of skipped steps."""
+    return run.config.out / "quarantine.jsonl"
+
+
 def note_step(run: Run, progress: Progress, position: Position, result: StepResult) -> None:
     """Count a step that was skipped, name its samples, and end a run that has diverged."""
     if result.is_finite:
@@ -175,7 +181,7 @@ def note_step(run: Run, progress: Progress, position: Position, result: StepResu
         return
     progress.skipped_steps += 1
     progress.skipped_in_a_row += 1
-    path = run.config.out / "quarantine.jsonl"
+    path = quarantine_path(run)
     ids = [run.reader.plan.sample_ids[row].tobytes().hex() for row in result.rows]
     quarantine_step(
         path,

@@ -25,7 +25,7 @@ class TrainLog:
 
     def __init__(self, out: Path, *, done_steps: int, total_steps: int, log_every: int) -> None:
         self._path = out / "metrics.jsonl"
-        _keep_until(self._path, done_steps)
+        keep_until(self._path, done_steps)
         self._file = self._path.open("a", encoding="utf-8")
         self._board = _tensorboard(out / "tensorboard", done_steps)
         self._total = total_steps
@@ -97,7 +97,7 @@ def read_metrics(run: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in records if record["kind"] == kind]
 
 
-def _keep_until(path: Path, done_steps: int) -> None:
+def keep_until(path: Path, done_steps: int) -> None:
     """Drop records behind the checkpoint, and a line that a kill cut in half."""
     if not path.exists():
         return
