@@ -54,6 +54,7 @@ class Run:
             TrainError: the store cannot serve this configuration.
         """
         reader = StoreReader(config.store, allow_incomplete=config.allow_incomplete)
+        reader.verify_frozen_parts()
         encoding = choose_encoding(reader.identity, config.supervision)
         vocab = choose_vocabulary(reader, encoding, config.draft_vocab_size)
         device = find_device(config.device)
