@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eyas.train.metrics import TttCounters
+from eyas.train.metrics import TttCounters, simulated_accept_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,5 +53,4 @@ def sum_counters(parts: Iterable[TttCounters], ttt_steps: int) -> TttCounters:
 def _accept_length(counters: TttCounters, depth: int) -> float | None:
     if int(counters.valid[0]) == 0:
         return None
-    pairs = zip(counters.hits[:depth].tolist(), counters.valid[:depth].tolist(), strict=True)
-    return 1 + sum(hits / max(valid, 1) for hits, valid in pairs)
+    return float(simulated_accept_length(counters.hits[:depth], counters.valid[:depth]))

@@ -68,10 +68,6 @@ class TttCounters:
         """Correct over supervised, all steps together; 0 when nothing is supervised."""
         return float(self.correct.sum()) / max(int(self.supervised.sum()), 1)
 
-    def step_accuracy(self) -> Float[Tensor, "K"]:
-        """Correct over supervised of each step."""
-        return self.correct / self.supervised.clamp(min=1)
-
     def accept_length(self) -> float:
         """Simulated acceptance length, see `simulated_accept_length`."""
         return float(simulated_accept_length(self.hits, self.valid))
