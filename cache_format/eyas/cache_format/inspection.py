@@ -36,7 +36,8 @@ def _find(reader: StoreReader, sample: str) -> int:
         return reader.plan.find(sample)
     except KeyError as error:
         raise ConfigError(
-            f"--sample: {error.args[0]} in {reader.root}; name more digits of its id, or its plan row"
+            f"--sample: {error.args[0]} in {reader.root}; give a plan row, 0 to {len(reader.plan) - 1}, or more "
+            "digits of a hex id"
         ) from None
 
 

@@ -51,6 +51,11 @@ def capture_on_ray(
     """
     ray = importlib.import_module("ray")
     num_actors = min(num_actors, len(shards))
+    _log.info(
+        "starting Ray and loading the target into %d actor(s); Ray's own line about max_restarts (its issue 53727) is "
+        "harmless here",
+        num_actors,
+    )  # what would silence that line would silence Ray's true errors too; Ray Data keeps the arguments alive
     _start(ray, task, num_actors, address)
     run = RunFolder(task.run_folder)
     try:

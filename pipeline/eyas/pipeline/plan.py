@@ -104,7 +104,8 @@ def plan_capture(
     if not samples:
         reasons = ", ".join(f"{n} {reason}" for reason, n in (books.dropped + books.dropped_samples).most_common())
         raise DataError(
-            f"{' '.join(config.chats)}: none of {books.rows_read} rows can be used ({reasons or 'no rows'})"
+            f"{' '.join(config.chats)}: none of {books.rows_read} rows can be used ({reasons or 'no rows'}); a row "
+            "needs `messages` (OpenAI) or `conversations` (ShareGPT) with an answer of the assistant"
         )
     shards = cut_shards(samples, config.shard_tokens)
     counts = count_supervised(samples, vocab_size)

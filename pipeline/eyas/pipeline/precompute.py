@@ -62,7 +62,7 @@ def precompute(config: PrecomputeConfig, *, capture: CaptureShards = capture_on_
         return Report(f"{plan_text(data)}\n{estimate}\ndry run: nothing was written")
     root = Path(config.out)
     _is_begun(root, identity)  # before the lock, which would leave its file in a folder of something else
-    _log.info("%s", estimate)
+    _log.info("what the store will hold:\n%s", estimate)
     with StoreLock(root):
         if not _is_begun(root, identity):
             require_space(root, identity.fields, data)

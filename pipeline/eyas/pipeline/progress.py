@@ -22,6 +22,7 @@ class Progress:
         self._interval = interval
         self._done = 0
         self._start = self._last = time.monotonic()
+        self._begun: tuple[float, int] | None = None  # when the first batch was seen, and its tokens
         columns = (TextColumn("capture"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
         self._bar = Bar(*columns, console=Console(stderr=True)) if sys.stderr.isatty() else None
 
@@ -42,13 +43,19 @@ class Progress:
     def update(self, done: int) -> None:
         """Show how many tokens are captured by now."""
         self._done = done
+        if done and self._begun is None:
+            self._begun = time.monotonic(), done
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, rate=f"{self._rate():,.0f} tokens/s")
         elif time.monotonic() - self._last >= self._interval:
             self._line()
 
     def _rate(self) -> float:
-        return self._done / max(1e-9, time.monotonic() - self._start)
+        """Tokens a second since the first batch, so that loading the target does not count."""
+        now = time.monotonic()
+        if self._begun is not None and self._done > self._begun[1]:
+            return (self._done - self._begun[1]) / max(1e-9, now - self._begun[0])
+        return self._done / max(1e-9, now - self._start)
 
     def _line(self) -> None:
         self._last = time.monotonic()

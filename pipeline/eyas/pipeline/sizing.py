@@ -21,7 +21,7 @@ def plan_text(data: PlannedData) -> str:
     lines = [
         f"rows read {books['rows_read']:,}, kept {books['rows_kept']:,}; dropped: {dropped or 'none'}",
         f"samples {books['samples']:,} ({int(plan.heldout.sum()):,} held out, {books['duplicates']:,} duplicates "
-        f"left out, {books['truncated']:,} truncated) in {plan.num_shards:,} shards",
+        f"left out, {books['truncated']:,} truncated) in {plan.num_shards:,} shard{'s' * (plan.num_shards != 1)}",
         f"tokens {_tokens(data):,}, supervised {int(plan.supervised.sum(dtype=np.int64)):,}",
         f"draft vocabulary {len(data.vocab):,} of {data.vocab.vocab_size:,} ids covers {100 * data.coverage:.2f} % of "
         "the supervised training tokens",

@@ -75,7 +75,8 @@ class TrainConfig:
     """Passes over the training split."""
 
     max_steps: int | None = None
-    """Stop after this many optimizer steps (the schedule ends there too). Default: all epochs."""
+    """Stop after this many optimizer steps, if `--epochs` hold as many (the schedule ends there too). Default: all
+    epochs."""
 
     lr: float = 2e-3
     """Peak learning rate."""
