@@ -219,6 +219,15 @@ def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_named_however_a_library_reports_it() -> None:
+    over_the_cause = RuntimeError("unexpected pos 704 vs 598")  # torch
+    over_the_cause.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    text_alone = RuntimeError("I/O error: No space left on device (os error 28)")  # safetensors
+    for error in (over_the_cause, text_alone):
+        with pytest.raises(DiskFullError, match="no space left while writing x"), translate_disk_full(Path("x")):
+            raise error
+
+
 def test_other_io_errors_keep_their_own_name() -> None:
     with pytest.raises(PermissionError), translate_disk_full(Path("x")):
         raise PermissionError(13, "Permission denied")

@@ -63,13 +63,24 @@ def translate_disk_full(where: Path) -> Iterator[None]:
     """Turn "no space left on device" into an error that says what to do."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        if _is_disk_full(error):
             raise DiskFullError(
                 f"no space left while writing {where}; committed shards stay valid: free some space and run the "
                 "same command again to go on"
             ) from error
         raise
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Libraries hide the error number: safetensors keeps its text alone, torch raises an error of its own over it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__context__
+    return False
 
 
 def sync_folder(folder: Path) -> None:

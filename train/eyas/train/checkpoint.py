@@ -19,10 +19,12 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eyas.cache_format.digests import file_digest
 from eyas.cache_format.layout import replace_file, sync_folder, translate_disk_full
 from eyas.train.errors import CheckpointError
 
@@ -55,6 +57,8 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The last held-out metrics, or None before the first evaluation or without a held-out split."""
     best: dict[str, Any] | None
     """The best held-out metrics so far."""
+    digests: dict[str, str] = {}
+    """xxh3-128 of the other two files, filled in when they are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +129,9 @@ def load_meta(folder: Path) -> Meta:
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read a whole checkpoint; nothing in it is ever unpickled."""
     meta = load_meta(folder)
+    weights = load_weights(folder)
+    _check_digest(folder / "state.pt", meta)
     try:
-        weights = load_weights(folder)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{folder} cannot be read ({error}); use another checkpoint of the run") from error
@@ -136,10 +141,20 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Read the tensors of model.safetensors of a checkpoint."""
     path = folder / "model.safetensors"
+    _check_digest(path, load_meta(folder))
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint of the run") from error
+
+
+def _check_digest(path: Path, meta: Meta) -> None:
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint of the run") from error
+    if found != meta.digests.get(path.name):
+        raise CheckpointError(f"{path} cannot be read (its bytes changed); use another checkpoint of the run")
 
 
 def require_same_run(folder: Path, meta: Meta, *, config: dict[str, Any], identity: dict[str, str]) -> None:
@@ -184,10 +199,14 @@ def _publish(checkpoint: Checkpoint, final: Path) -> None:
     with translate_disk_full(temporary):
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.weights.items()}
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-        torch.save({"optimizer": checkpoint.optimizer, "rng": checkpoint.rng}, temporary / "state.pt")
+        with (temporary / "state.pt").open("wb") as file:  # given a path, torch would lose why a write failed
+            torch.save({"optimizer": checkpoint.optimizer, "rng": checkpoint.rng}, file)
         _sync_files(temporary.iterdir())
+    digests = {name: file_digest(temporary / name) for name in ("model.safetensors", "state.pt")}
     # msgspec writes NaN, which a diverged draft's metrics hold, as null; the json module's NaN is not JSON.
-    meta = msgspec.json.format(msgspec.json.encode(checkpoint.meta, order="deterministic"), indent=1)
+    meta = msgspec.json.format(
+        msgspec.json.encode(replace(checkpoint.meta, digests=digests), order="deterministic"), indent=1
+    )
     replace_file(temporary / "meta.json", meta + b"\n")
     if final.exists():
         # A run that died between publishing and pointing left this folder; nothing points at it.
