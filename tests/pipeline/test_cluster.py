@@ -55,7 +55,7 @@ def start(values, *, cwd=None, **environment):
     """Start precompute in a process group of its own."""
     roots = [os.path.dirname(os.path.abspath(folder)) for folder in eyas.__path__]
     return subprocess.Popen(
-        [sys.executable, "-c", PRECOMPUTE, json.dumps(values)],
+        [sys.executable, "-P", "-c", PRECOMPUTE, json.dumps(values)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(roots), **environment},
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -83,7 +83,7 @@ def test_two_actors_give_the_bytes_of_one_process_in_a_hostile_working_directory
     make_chats(tmp_path / "chats.jsonl", 12, 0)
     work = tmp_path / "work"
     work.mkdir()
-    for name in ("pipeline.py", "train.py", "cache_format.py"):  # a user's own files; Ray puts their folder first
+    for name in ("eyas.py", "pipeline.py", "train.py", "types.py"):  # the user's; Ray would put their folder first
         (work / name).write_text("raise RuntimeError('the wrong module')\n")
     process = start(settings(tmp_path, tiny_target, num_actors=2), cwd=work, RAY_ADDRESS="10.255.255.1:6379")
     output, _ = process.communicate(timeout=240)

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from typing import Any
 
 from eyas.pipeline.capture import CaptureTask, ShardCapture
@@ -56,7 +56,10 @@ def capture_on_ray(
         "harmless here",
         num_actors,
     )  # what would silence that line would silence Ray's true errors too; Ray Data keeps the arguments alive
-    _start(ray, task, num_actors, address)
+    # Ray puts the working directory first on every worker's path, where an eyas.py or json.py of the user's would be
+    # imported for ours and end each actor as it starts.
+    with chdir(task.run_folder):
+        _start(ray, task, num_actors, address)
     run = RunFolder(task.run_folder)
     try:
         with _stop_on_signals(run):
