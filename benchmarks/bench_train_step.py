@@ -7,14 +7,15 @@ Both run the same micro-batches of the same store with the same threads. Without
 shapes of SmolLM2-135M is written first.
 """
 
+import statistics
 import tempfile
-import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
-from measuring import parse, report
+from measuring import interleaved, median_ratio, parse, report
 
 from eyas.train.config import TrainConfig
 from eyas.train.loader import MicroBatch
@@ -22,6 +23,17 @@ from eyas.train.optim import build_optimizer
 from eyas.train.run import Run
 from eyas.train.stepping import Accumulator, accumulate, apply_step
 from eyas.train.testing import make_store
+
+TOY: dict[str, Any] = {"lengths": [20, 30, 25, 18] * 6}
+SMOLLM2: dict[str, Any] = {
+    "lengths": [200, 300, 420, 260] * 30,
+    "samples_per_shard": 40,
+    "hidden_size": 576,
+    "hidden_dtype": "bfloat16",
+    "vocab_size": 8192,
+    "draft_vocab_size": 4096,
+    "topk": 64,
+}
 
 
 def copied(micro: MicroBatch) -> MicroBatch:
@@ -44,17 +56,13 @@ def train(run: Run, micros: object, optimizer: torch.optim.Optimizer) -> int:
 
 def main() -> None:
     """Measure one store."""
-    flags = parse(__doc__ or "", store="", threads=2, ttt_steps=7, steps=12)
+    flags = parse(__doc__ or "", store="", threads=2, ttt_steps=7, steps=4, repetitions=3)
     torch.set_num_threads(flags.threads)
     steps, ttt_steps = (2, 3) if flags.quick else (flags.steps, flags.ttt_steps)
     with tempfile.TemporaryDirectory() as name:
         store = Path(flags.store) if flags.store and not flags.quick else Path(name) / "store"
         if not store.exists():
-            sizes = {} if flags.quick else {"hidden_size": 576, "vocab_size": 8192, "draft_vocab_size": 4096}
-            lengths = [20, 30, 25, 18] * 6 if flags.quick else [200, 300, 420, 260] * 30
-            make_store(
-                store, lengths=lengths, samples_per_shard=40, hidden_dtype="bfloat16", topk=64, **sizes
-            ) if sizes else make_store(store, lengths=lengths)
+            make_store(store, **(TOY if flags.quick else SMOLLM2))
         run = Run.open(
             TrainConfig(
                 store=store,
@@ -67,14 +75,18 @@ def main() -> None:
         with run.loader(run.train_batches(epoch=0, step=0, done_steps=0)) as loader:
             memory = [copied(micro) for micro in islice(loader, steps)]
         train(run, memory[:1], optimizer)  # kernels and optimizer state are made at the first step
-        started = time.perf_counter()
-        tokens = train(run, memory, optimizer)
-        alone = time.perf_counter() - started
-        started = time.perf_counter()
-        with run.loader(run.train_batches(epoch=0, step=0, done_steps=0)) as loader:
-            train(run, islice(loader, steps), optimizer)
-            total, waited = time.perf_counter() - started, loader.waited_s
-    ratios = {"loader": alone / total, "stall": waited / total}
+        waits: list[float] = []
+
+        def from_store() -> None:
+            with run.loader(run.train_batches(epoch=0, step=0, done_steps=0)) as loader:
+                train(run, islice(loader, steps), optimizer)
+                waits.append(loader.waited_s)
+
+        runs = {"memory": lambda: train(run, memory, optimizer), "store": from_store}
+        times = interleaved(runs, 1 if flags.quick else flags.repetitions)
+    tokens = sum(micro.num_tokens for micro in memory)
+    alone, total = statistics.median(times["memory"]), statistics.median(times["store"])
+    ratios = {"loader": median_ratio(times["memory"], times["store"]), "stall": sum(waits) / sum(times["store"])}
     print(
         f"{len(memory)} steps, {tokens:,} tokens, TTT {ttt_steps}, supervision {run.encoding}, {flags.threads} threads"
     )

@@ -34,7 +34,9 @@ from eyas.pipeline.precompute import precompute
 logging.basicConfig(level=logging.INFO)
 try:
     values = json.loads(sys.argv[1])
-    print(precompute(PrecomputeConfig(**values | {"chats": tuple(values["chats"])})).text)
+    report = precompute(PrecomputeConfig(**values | {"chats": tuple(values["chats"])}))
+    print(report.text)
+    sys.exit(report.exit_code)
 except EyasError as error:
     sys.exit(f"ERROR: {error}")
 """
@@ -138,7 +140,7 @@ def test_a_stopped_run_waits_for_what_is_in_flight_alone(tmp_path):
     journal = AttemptJournal(run, 3)
     journal.begin()
     journal.rows([0])
-    run.request_stop()
+    run.request_stop(signal.SIGTERM)
 
     class Slow:
         def iter_batches(self, **_options):
@@ -208,7 +210,8 @@ def test_sigterm_stops_the_run_and_the_next_one_completes(tmp_path, tiny_target)
     _wait_for_receipt(tmp_path / "store", process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, output
+    assert process.returncode == 143, output
+    assert "stopped by SIGTERM with" in output
     assert "shards pending; run the same command again" in output
     again, _ = start(values).communicate(timeout=240)
     assert "is complete" in again

@@ -195,7 +195,7 @@ def _stop_on_signals(run: RunFolder) -> Iterator[None]:
         _log.warning(
             "%s: stopping behind the batches in flight; their shards stay pending", signal.Signals(number).name
         )
-        run.request_stop()
+        run.request_stop(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}

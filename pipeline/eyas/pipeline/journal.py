@@ -28,9 +28,15 @@ class RunFolder:
         """Whether the run should end at the next batch: it was asked to, or its driver is gone and swept it away."""
         return (self.path / "stop").exists() or not self.path.is_dir()
 
-    def request_stop(self) -> None:
-        """Ask every process of the run to end before its next batch."""
-        (self.path / "stop").touch()
+    def request_stop(self, signal_number: int) -> None:
+        """Ask every process of the run to end before its next batch, because of this signal."""
+        (self.path / "stop").write_text(str(signal_number))
+
+    @property
+    def stop_signal(self) -> int | None:
+        """The signal that asked the run to end, or None."""
+        stop = self.path / "stop"
+        return int(stop.read_text()) if stop.exists() else None
 
     def rows_done(self, shards: Collection[int]) -> dict[int, int]:
         """Return, for those of `shards` that are in flight, how many rows lie behind the batch in flight."""

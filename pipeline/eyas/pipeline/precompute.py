@@ -9,6 +9,7 @@ arguments goes on where the first stopped, whatever ended it; a run with other a
 import logging
 import os
 import platform
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def precompute(config: PrecomputeConfig, *, capture: CaptureShards = capture_on_
             _create(root, target, identity, encoder, data)
         if load_completion(StorePaths(root), data.plan.num_shards) is not None:
             return Report(f"{root} is complete already: {len(data.plan)} samples in {data.plan.num_shards} shards")
-        _capture(root, config, target, identity, data, capture)
+        stopped = _capture(root, config, target, identity, data, capture)
+        if stopped is not None:
+            return stopped
         check_books(root, data.plan, config.max_quarantine)
         _sweep(root, data.plan)
         complete_store(root)
@@ -183,11 +186,11 @@ def _capture(
     identity: Identity,
     data: PlannedData,
     capture: CaptureShards,
-) -> None:
-    """Capture every shard without a receipt."""
+) -> Report | None:
+    """Capture every shard without a receipt; return what to say when a signal ended it before."""
     pending = pending_shards(root)
     if not pending:
-        return
+        return None
     running = StorePaths(root).root / "running"
     remove_tree(running)  # left behind by a killed run; we hold the lock
     run = RunFolder(running / f"run-{os.urandom(4).hex()}")
@@ -205,9 +208,14 @@ def _capture(
                     tally.add(record)
                 progress.update(tally.tokens_by_now(run))
     finally:
+        signal_number = run.stop_signal
         remove_tree(running)  # which also ends actors that outlive this process
-    if tally.pending:
-        raise CaptureError(f"stopped with {len(tally.pending)} shards pending; run the same command again to go on")
+    if not tally.pending:
+        return None
+    text = f"{len(tally.pending)} shards pending; run the same command again to go on"
+    if signal_number is None:
+        raise CaptureError(f"stopped with {text}")
+    return Report(f"stopped by {signal.Signals(signal_number).name} with {text}", exit_code=128 + signal_number)
 
 
 def _warn_about_provenance(root: Path, task: CaptureTask, committed: set[int]) -> None:
