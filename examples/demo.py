@@ -2,8 +2,8 @@
 
     python examples/demo.py --config examples/demo.toml --runs runs
 
-Every phase is one `eyas` command, printed as a user would type it, and its seconds. Run again, finished phases are
-found done: the store and the training run resume from disk. The last line is the held-out acceptance length.
+Every phase is one `eyas` command, printed as a user would type it, and its seconds. Run again, the store and the
+training run resume from disk; export and evaluation run again. The last line is the held-out acceptance length.
 """
 
 import argparse
