@@ -162,7 +162,7 @@ def _consume(feed: _Feed, pending: set[int], run: RunFolder, stall_timeout: floa
             if time.monotonic() - active > stall_timeout:
                 raise CaptureError(
                     f"no batch was captured for {stall_timeout:g} s; pending: {_names(pending)}. Look at free memory "
-                    "and at the actors' logs in /tmp/ray, then run the same command again"
+                    "and at the actors' logs in Ray's session folder, then run the same command again"
                 ) from None
             yield None
             continue
